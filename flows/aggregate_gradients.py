@@ -7,7 +7,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.errors import ConfigurationError, HeldError, MillraceError
+from millrace.errors import HeldError, MillraceError
 from millrace.gradients import (
     AggregationSettings,
     AggregatorSettings,
@@ -54,7 +54,7 @@ def make_run_name() -> str:
 def aggregate_gradients(
     bucket: BucketLocation,
     run: RunSettings,
-    workers: list[str],
+    workers: list[str] | None = None,
     gradients_bucket: BucketLocation | None = None,
     worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
@@ -71,7 +71,8 @@ def aggregate_gradients(
         bucket: A Millrace Bucket block with write credentials, its name, or a URL. The chain is
             written there, below `{run}/gathers/`.
         run: Settings that all workers of the run share.
-        workers: Names of the workers that are asked first in each window.
+        workers: Names of the workers that are read first in each window. May be left out if workers
+            register (`registration` of the run).
         gradients_bucket: Bucket that the workers share, with read credentials; by default
             `bucket`.
         worker_buckets: Workers that have a bucket of their own.
@@ -79,14 +80,12 @@ def aggregate_gradients(
         initial_weights: Checkpoint that the run begins with, if it has not begun.
         aggregation: Number of windows to merge, and which checkpoints are kept.
     """
-    if not workers:
-        raise ConfigurationError("Name at least one worker whose gradients are merged.")
     shared = bucket if gradients_bucket is None else gradients_bucket
     settings = AggregatorSettings(
         run=run,
         store=make_store_spec(bucket, Right.WRITE),
         gradients_store=make_store_spec(shared, Right.READ),
-        workers=tuple(workers),
+        workers=tuple(workers or ()),
         reserves=tuple(reserves or ()),
         worker_stores={
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()

@@ -30,7 +30,9 @@ from millrace.gradients.progress_events import (
     GradientRefused,
     LinkApplied,
     QuotaExceeded,
+    RosterChanged,
     WindowMerged,
+    WorkersAwaited,
 )
 from millrace.progress import Event
 from millrace.rentals.progress_events import (
@@ -328,7 +330,7 @@ class CheckpointProgress(LiveProgress):
 class WindowProgress(LiveProgress):
     """Progress of a run of gradients: windows merged, and workers that have sent."""
 
-    _merged = _window = _received = _refused = 0
+    _merged = _window = _received = _refused = _registered = 0
 
     def __init__(self, key: str, workers: int, windows: int | None = None) -> None:
         """Begin to count.
@@ -354,6 +356,14 @@ class WindowProgress(LiveProgress):
                 )
             case QuotaExceeded():
                 self._warn_of_quota(event.uid, event.objects, event.size)
+            case WorkersAwaited():
+                self._log.info(
+                    "Window %d waits for workers to register: %d of %d",
+                    event.window, event.found, event.quorum,
+                )  # fmt: skip
+            case RosterChanged():
+                self._registered = event.active
+                self._log.info("Window %d: %s", event.window, event.describe())
             case LinkApplied():
                 self._window = event.window
             case WindowMerged():
@@ -379,7 +389,7 @@ class WindowProgress(LiveProgress):
 
     def _compute_share(self) -> float:
         if self._windows is None:  # the total is unknown: share of the open window
-            return min(1.0, self._received / self._workers)
+            return min(1.0, self._received / max(1, self._workers + self._registered))
         return self._merged / self._windows if self._windows else 1.0
 
     def _describe(self, seconds: float) -> str:

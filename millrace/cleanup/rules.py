@@ -32,7 +32,7 @@ class CleanupKind(StrEnum):
     """Kind of objects that a rule is about."""
 
     GRADIENTS = "gradients"
-    START_WINDOWS = "start windows"
+    START_WINDOWS = "start windows"  # and registrations: what workers report of themselves
     GATHERS = "gathers"  # links, the updates that they name, and the rules of windows
     CHECKPOINTS = "checkpoints"  # whole: the metadata first, then files that no other names
     CHECKPOINT_ORPHANS = "checkpoint orphans"  # files that no checkpoint names
@@ -46,6 +46,7 @@ class CleanupKind(StrEnum):
 KINDS_OF_SINGLE_OBJECTS = {
     ObjectKind.GRADIENT: CleanupKind.GRADIENTS,
     ObjectKind.START_WINDOW: CleanupKind.START_WINDOWS,
+    ObjectKind.REGISTRATION: CleanupKind.START_WINDOWS,
     ObjectKind.UPDATE: CleanupKind.GATHERS,
     ObjectKind.LINK: CleanupKind.GATHERS,
     ObjectKind.OPENING: CleanupKind.GATHERS,

@@ -25,6 +25,7 @@ def gradient() -> None:
       millrace gradient standings r2://ACCOUNT/BUCKET runs/one
       millrace gradient catch-up r2://ACCOUNT/BUCKET runs/one --to file:///scratch/weights
       millrace gradient import import.yaml
+      millrace gradient roster r2://ACCOUNT/BUCKET runs/one
     """
 
 
@@ -41,14 +42,24 @@ def aggregate(settings: Path, *, max_windows: int | None) -> CommandResult:
     Example: millrace gradient aggregate aggregate.yaml
     """
     from millrace.gradients import AggregatorSettings, aggregate_run
+    from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
+    from millrace.progress import Event
     from millrace.schemas.chain import count_reasons
     from millrace.settings import load_settings
 
     config = load_settings(settings, AggregatorSettings)
     if max_windows is not None:
         config = config.model_copy(update={"max_windows": max_windows})
+
+    def print_roster(event: Event) -> None:
+        if isinstance(event, RosterChanged):
+            echo(f"window {event.window}: {event.describe()}")
+        elif isinstance(event, WorkersAwaited):
+            found = format_count(event.found, "worker")
+            echo(f"window {event.window} waits for workers: {found} of {event.quorum}")
+
     merged: list[dict[str, object]] = []
-    for link in aggregate_run(config):
+    for link in aggregate_run(config, progress=print_roster):
         reasons = count_reasons(link.excluded.values())
         sent = sum(one.size for one in link.taken.values())
         echo(
@@ -150,6 +161,64 @@ def import_run(settings: Path) -> CommandResult:
     if not imported:
         echo("All of these windows are in the chain.")
     return CommandResult(imported)
+
+
+@gradient.command()
+@click.argument(
+    "file", type=click.Path(path_type=Path, dir_okay=False), default=".millrace/worker.key"
+)
+@print_result
+def key(file: Path) -> CommandResult:
+    r"""Print the public key of a worker that registers, by which a run admits it.
+
+    A new key is written if FILE is missing. Run the command in the folder of the worker.
+
+    \b
+    Example: millrace gradient key
+    """
+    from millrace.gradients import WorkerKey
+
+    public = WorkerKey.load(file).public
+    echo(public)
+    return CommandResult({"key": public, "file": str(file)})
+
+
+@gradient.command()
+@click.argument("url")
+@click.argument("run")
+@click.option("--version", default="1", show_default=True, help="Version that the workers run.")
+@print_result
+def roster(url: str, run: str, version: str) -> CommandResult:
+    r"""Show the registered workers of a run, as the newest window was opened with them.
+
+    \b
+    Example: millrace gradient roster r2://ACCOUNT/BUCKET runs/one
+    """
+    from millrace.gradients import read_newest_roster
+    from millrace.keys.gradients import ChainKeys
+    from millrace.storage import open_store
+
+    keys = ChainKeys(run, version)
+    window, entries = read_newest_roster(open_store(url, make_folder=False), keys)
+    if not entries:
+        echo(f"{run} has no registered workers{f' in window {window}' if window else ''}.")
+    else:
+        echo(f"{run}, window {window}:")
+        width = max([6, *(len(uid) for uid in entries)])
+        columns = "{:{}} {:>12} {:>6} {:>6} {:>7}  {}"
+        echo(columns.format("worker", width, "status", "since", "valid", "missed", "key"))
+        for uid, one in entries.items():
+            echo(
+                columns.format(
+                    uid, width, one.status, one.since, one.valid, one.missed, one.key[:16]
+                )
+            )
+    return CommandResult(
+        {
+            "run": run, "window": window,
+            "workers": {uid: one.model_dump(mode="json") for uid, one in entries.items()},
+        }
+    )  # fmt: skip
 
 
 @gradient.command()

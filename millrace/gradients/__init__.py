@@ -10,6 +10,7 @@ from millrace.gradients.settings import (
     AggregatorSettings,
     GatherSettings,
     InitialWeights,
+    RegistrationSettings,
     RunOptions,
     RunSettings,
     WeightsSource,
@@ -63,9 +64,11 @@ if TYPE_CHECKING:
     from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
+    from millrace.gradients.sync.registrations import read_newest_roster
     from millrace.gradients.sync.templar_import import import_templar_run
     from millrace.gradients.sync.window_merge import ChainStep, merge_window
     from millrace.gradients.sync.windows import merge_windows
+    from millrace.gradients.sync.worker_key import WorkerKey
     from millrace.gradients.weights import (
         begin_run,
         check_weights,
@@ -105,6 +108,7 @@ __all__ = [
     "OuterOptimizer",
     "Participant",
     "QuorumError",
+    "RegistrationSettings",
     "RunOptions",
     "RunSettings",
     "ScoreFormula",
@@ -122,6 +126,7 @@ __all__ = [
     "WindowOptions",
     "WindowScores",
     "WorkerFactors",
+    "WorkerKey",
     "aggregate_run",
     "begin_run",
     "catch_up",
@@ -147,6 +152,7 @@ __all__ = [
     "merge_windows",
     "read_gradient",
     "read_link",
+    "read_newest_roster",
     "score_run",
     "select_weights",
 ]
@@ -199,6 +205,8 @@ _MODULES = {
     "load_compute_loss": "scoring.loss_function",
     "import_templar_run": "sync.templar_import",
     "score_run": "scoring.scorer",
+    "read_newest_roster": "sync.registrations",
+    "WorkerKey": "sync.worker_key",
 }
 
 

@@ -59,6 +59,60 @@ class PayloadConverted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersAwaited(Event):
+    """Event when a window is not opened, since fewer workers than its quorum have registered.
+
+    Attributes:
+        run: Name of the run.
+        window: Number of the window.
+        found: Number of workers of the window.
+        quorum: Number of workers that the window waits for.
+    """
+
+    kind: ClassVar[str] = "workers.awaited"
+
+    run: str
+    window: int
+    found: int
+    quorum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterChanged(Event):
+    """Event when the registered workers of a window are others than those of the window before.
+
+    Attributes:
+        run: Name of the run.
+        window: Number of the window.
+        active: Number of registered workers whose gradients are read.
+        joined: Names of the workers that have joined.
+        counting: Names of the workers whose warm-up has ended.
+        left: Names of the workers that have left.
+        removed: Names of the workers that were removed, as they missed too many windows.
+    """
+
+    kind: ClassVar[str] = "roster.changed"
+
+    run: str
+    window: int
+    active: int
+    joined: tuple[str, ...]
+    counting: tuple[str, ...]
+    left: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the changes in words: ``joined: a, b; left: c``."""
+        groups = {
+            "joined": self.joined,
+            "counting now": self.counting,
+            "left": self.left,
+            "removed": self.removed,
+        }
+        return "; ".join(f"{what}: {', '.join(uids)}" for what, uids in groups.items() if uids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaExceeded(Event):
     """Event after a listing shows that a worker stores too much, once in each window.
 

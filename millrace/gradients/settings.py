@@ -9,7 +9,7 @@ read without them.
 """
 
 from datetime import timedelta
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,6 +19,7 @@ from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
+from millrace.schemas.registration import KEY_PATTERN, RosterEntry
 from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec
 
@@ -91,6 +92,41 @@ class GatherSettings(BaseModel):
     )
 
 
+class RegistrationSettings(BaseModel):
+    """Settings of a run whose workers register: they join and leave between windows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    warm_up: int = Field(
+        title="Warm-up windows",
+        default=2,
+        ge=0,
+        description="Number of consecutive windows with a valid gradient after which a worker "
+        "counts. Until then its gradients are checked, and not merged.",
+    )
+    missed: int = Field(
+        title="Missed windows",
+        default=3,
+        ge=1,
+        description="Number of consecutive windows without a valid gradient after which a worker "
+        "is removed. It may join again, and warms up again.",
+    )
+    most: int = Field(
+        title="Most workers",
+        default=64,
+        ge=1,
+        le=1000,
+        description="Largest number of registered workers. Further ones wait until others leave.",
+    )
+    admitted: dict[str, Annotated[str, Field(pattern=KEY_PATTERN)]] | None = Field(
+        title="Admitted workers",
+        default=None,
+        description="Public keys of the workers that may register, by the workers' names. "
+        "`millrace gradient key` prints the key of a worker. By default, every worker whose "
+        "credentials may write below the run's prefix may register.",
+    )
+
+
 class WindowOptions(BaseModel):
     """Options that may change between windows: the length of a window, and its gathering.
 
@@ -119,13 +155,15 @@ class WindowOpening(Record, WindowOptions):
     Attributes:
         run: Name of the run.
         number: Number of the window.
+        roster: Registered workers of the window by their names; empty if workers do not register.
     """
 
     record_kind: ClassVar[str] = "window-opening"
-    record_version: ClassVar[int] = 2  # with `window_length`
+    record_version: ClassVar[int] = 3  # with `roster`
 
     run: str
     number: int
+    roster: dict[str, RosterEntry] = Field(default_factory=dict[str, RosterEntry])
 
 
 class RunOptions(WindowOptions):
@@ -160,6 +198,12 @@ class RunOptions(WindowOptions):
         default=30,
         ge=1,
         description="Number of steps of a worker in each window.",
+    )
+    registration: RegistrationSettings | None = Field(
+        title="Registration of workers",
+        default=None,
+        description="Settings of workers that join and leave the run between windows. By default, "
+        "only the workers that the aggregator's settings name take part.",
     )
 
     @model_validator(mode="after")
@@ -329,7 +373,9 @@ class AggregatorSettings(AggregationSettings):
         "aggregator's.",
     )
     workers: tuple[str, ...] = Field(
-        min_length=1, description="Names of the workers that are read first in each window."
+        default=(),
+        description="Names of the workers that are read first in each window. May be empty if "
+        "workers register.",
     )
     reserves: tuple[str, ...] = Field(
         default=(), description="Names of the workers that replace missing ones, in this order."
@@ -359,6 +405,13 @@ class AggregatorSettings(AggregationSettings):
         strange = sorted(set(self.worker_stores) - set(names))
         if strange:
             raise ValueError(f"{strange[0]!r} has a bucket, and is neither worker nor reserve")
+        if self.run.registration is not None:
+            return self  # further workers may register
+        if not self.workers:
+            raise ValueError(
+                "name at least one worker in `workers`, or let workers register (`registration` "
+                "of the run)"
+            )
         gather = self.run.gather
         most = max(gather.quorum, gather.wanted or 0)
         if most > len(names):

@@ -13,7 +13,7 @@ GATHERS = "gathers"
 RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
 """Folders of a run or a job. No worker may have such a name."""
 WORKER_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window)-(?P<number>[0-9]{{9,}})"
+    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window|registration)-(?P<number>[0-9]{{9,}})"
     r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
 )
 """Key of an object of any worker, by which `classify_key` recognises it."""
@@ -69,6 +69,14 @@ class GradientKeys:
         """Return the key of the report with which a worker begins a window."""
         return f"{self.make_worker_prefix(uid)}start_window-{window:09d}-{uid}-v{self.version}.json"
 
+    def make_registration_prefix(self, uid: str) -> str:
+        """Return the prefix of the registrations of a worker, of all versions."""
+        return f"{self.make_worker_prefix(uid)}registration-"
+
+    def make_registration_key(self, uid: str, number: int) -> str:
+        """Return the key of a registration of a worker: created once."""
+        return f"{self.make_registration_prefix(uid)}{number:09d}-{uid}-v{self.version}.json"
+
     def parse(self, key: str) -> tuple[str, int] | None:
         """Return the worker and the window of a gradient's key; None for other keys."""
         return self._parse_name(key, "gradient", r"(safetensors|pt)")
@@ -76,6 +84,10 @@ class GradientKeys:
     def parse_start_window(self, key: str) -> tuple[str, int] | None:
         """Return the worker and the window of such a report's key; None for other keys."""
         return self._parse_name(key, "start_window", "json")
+
+    def parse_registration(self, key: str) -> tuple[str, int] | None:
+        """Return the worker and the number of a registration's key; None for other keys."""
+        return self._parse_name(key, "registration", "json")
 
     def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
         pattern = (

@@ -29,6 +29,7 @@ class ObjectKind(StrEnum):
 
     GRADIENT = "gradient"
     START_WINDOW = "start window"
+    REGISTRATION = "registration"  # of a worker that joins or leaves a run
     UPDATE = "merged gradient"
     LINK = "link"
     OPENING = "opening"  # the rules of a window
@@ -96,6 +97,12 @@ _CHAIN_KINDS = {
     "scores": ObjectKind.SCORES,
 }
 """Kinds of the objects of a chain, by the groups of `CHAIN_KEY`."""
+_WORKER_KINDS = {
+    "gradient": ObjectKind.GRADIENT,
+    "start_window": ObjectKind.START_WINDOW,
+    "registration": ObjectKind.REGISTRATION,
+}
+"""Kinds of the objects of a worker of a run, by the begin of their names."""
 _TEMPLAR_KINDS = {
     TemplarKind.GRADIENT: ObjectKind.GRADIENT,
     TemplarKind.START_WINDOW: ObjectKind.START_WINDOW,
@@ -120,7 +127,8 @@ class WorkerPrefixes:
 
     A key alone does not prove a prefix: ``data/w1/notes.txt`` may belong to a user. Proofs are:
 
-    - a gradient, a start window or a vote: only the worker has credentials to write there;
+    - a gradient, a start window, a registration or a vote: only the worker has credentials to
+      write there;
     - the plan of a campaign: its workers have the prefixes of `CampaignKeys.list_write_prefixes`.
 
     A worker can forge proofs below its own prefix only. Therefore the outermost prefix counts.
@@ -141,7 +149,7 @@ class WorkerPrefixes:
         if what is None or not what.worker:
             return
         junk = ClassifiedKey(ObjectKind.JUNK, what.scope, worker=what.worker)
-        if what.kind in {ObjectKind.GRADIENT, ObjectKind.START_WINDOW}:
+        if what.kind in _WORKER_KINDS.values():
             self._owners[f"{what.scope}/{what.worker}/"] = junk
             return
         self._owners[make_member_prefix(what.scope, what.worker)] = junk
@@ -197,7 +205,7 @@ def classify_nested_key(key: str) -> ClassifiedKey | None:
 
 def _classify(key: str) -> ClassifiedKey | None:
     leaf = key.rpartition("/")[2]
-    if leaf.startswith(("gradient-", "start_window-")):
+    if leaf.startswith(tuple(f"{what}-" for what in _WORKER_KINDS)):
         return _classify_worker_key(key)
     if key.startswith(f"{MACHINES}/"):
         return _classify_machine_key(key)
@@ -243,7 +251,7 @@ def _classify_worker_key(key: str) -> ClassifiedKey | None:
     match = WORKER_KEY.fullmatch(key)
     if match is None or match["uid"] in RESERVED_WORKERS or is_too_deep(match["scope"]):
         return None
-    kind = ObjectKind.GRADIENT if match["what"] == "gradient" else ObjectKind.START_WINDOW
+    kind = _WORKER_KINDS[match["what"]]
     if (match["ending"] == "json") is (kind is ObjectKind.GRADIENT):
         return None
     return ClassifiedKey(kind, match["scope"], match["version"], int(match["number"]), match["uid"])

@@ -157,6 +157,7 @@ class ExclusionReason(StrEnum):
     NORM = "norm"  # the norm is above the limit
     INDICES = "places"  # other indices than most workers, where the rule needs equal ones
     QUORUM = "quorum"  # the gradient is valid, but too few workers sent one
+    WARM_UP = "warm up"  # the gradient is valid, and its worker warms up
 
     @property
     def label(self) -> str:

@@ -65,7 +65,7 @@ def test_help_names_every_command(run):
         ],
         "swarm": ["prewarm", "node"],
         "checkpoint": ["list", "verify", "save", "retain", "probe", "cooldown"],
-        "gradient": ["aggregate", "catch-up", "import", "score", "standings"],
+        "gradient": ["aggregate", "catch-up", "import", "key", "roster", "score", "standings"],
         "machine": ["offers", "rent", "list", "release", "reap"],
         "bucket": ["audit", "clean", "wipe", "abort-uploads"],
         "campaign": ["init", "run", "worker"],

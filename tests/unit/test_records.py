@@ -189,6 +189,7 @@ def test_each_kind_of_record_has_one_stable_name():
         "start-window",
         "window-opening",
         "window-scores",
+        "worker-registration",
     ]
 
 

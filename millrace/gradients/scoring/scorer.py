@@ -147,9 +147,11 @@ def _evaluate_window(
     written = {uid: link.taken[uid].written for uid in workers}
     overlaps = compute_overlaps(gradients, workers, link.codec)
     copies = find_copies(overlaps, workers, written, options.rules.max_overlap)
-    for uid, excluded in link.excluded.items():
-        if excluded.reason is ExclusionReason.DUPLICATE:
+    reasons = {uid: excluded.reason for uid, excluded in link.excluded.items()}
+    for uid, reason in reasons.items():
+        if reason is ExclusionReason.DUPLICATE:
             copies[uid] = CopiedGradient(earlier="", overlap=1.0)
+    warm = {uid for uid, reason in reasons.items() if reason is ExclusionReason.WARM_UP}
     chosen = choose_workers(standings, workers, link.window, options.count, digest_record(link))
     evaluator = WindowEvaluator(
         state, link, gradients, compute_loss, step_size=options.step_size, threads=options.threads
@@ -161,7 +163,7 @@ def _evaluate_window(
         },
         copies=copies,
         valid=tuple(sorted({*link.taken, *copies})),
-        missing=tuple(sorted({*link.excluded} - {*copies})),
+        missing=tuple(sorted({*reasons} - {*copies} - warm)),
     )
 
 

@@ -79,6 +79,7 @@ def aggregate_run(
             workers,
             weights,
             reserves=reserves,
+            gradients_store=opened[""],
             after=applied.window if applied else window,
             until=settings.last_window,
             progress=progress,

@@ -19,6 +19,12 @@ from millrace.gradients.sync.gather_results import GatheredWindow, GatherResults
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
+
+_WARM_UP = ExcludedWorker(
+    reason=ExclusionReason.WARM_UP, sentence="Its gradient is valid, and it warms up."
+)
 
 
 def gather(
@@ -27,6 +33,7 @@ def gather(
     settings: GatherSettings | None = None,
     *,
     reserves: Sequence[Sender] = (),
+    observed: Sequence[Sender] = (),
     read_gradient: ReadGradient = read_in_process,
     clock: StoreClock | None = None,
     progress: Progress = ignore_event,
@@ -40,6 +47,8 @@ def gather(
         workers: Workers that are read first.
         settings: Settings of the gathering.
         reserves: Workers that replace missing ones, in this order.
+        observed: Workers that warm up. Their gradients are read and checked, and are none of the
+            gathered ones. A complete window waits for them until ``settings.hedge`` of its time.
         read_gradient: Function that reads a gradient. Several threads call it.
         clock: Clock of the stores; by default that of this machine.
         progress: Receives `GradientAccepted` or `GradientRefused` for each worker, and
@@ -54,7 +63,7 @@ def gather(
     settings = settings or GatherSettings()
     wanted = count_wanted_gradients(settings, workers, reserves)
     gathering = _Gathering(
-        gather_window, workers, reserves, settings, wanted, read_gradient, progress
+        gather_window, workers, reserves, observed, settings, wanted, read_gradient, progress
     )
     return gathering.run(clock or StoreClock.read_machine_clock())
 
@@ -89,14 +98,17 @@ class _Gathering:
         gather_window: GatherWindow,
         workers: Sequence[Sender],
         reserves: Sequence[Sender],
+        observed: Sequence[Sender],
         settings: GatherSettings,
         wanted: int,
         read_gradient: ReadGradient,
         progress: Progress,
     ) -> None:
         self._gather_window, self._settings, self._wanted = gather_window, settings, wanted
-        self._stores = {worker.uid: worker.store for worker in (*workers, *reserves)}
+        everybody = (*workers, *reserves, *observed)
+        self._stores = {worker.uid: worker.store for worker in everybody}
         self._first = {worker.uid for worker in workers}
+        self._observed = {worker.uid for worker in observed}
         self._limit = limit = WaitLimit(time.monotonic())
         self._lister = BucketLister(gather_window, self._stores, settings, limit)
         self._reader = GradientReader(gather_window, read_gradient, settings.concurrency, limit)
@@ -112,16 +124,18 @@ class _Gathering:
         hedged_at = opens + settings.hedge * (closes - opens)
         try:
             while (now := clock.now()) <= closes:
-                is_hedged = now >= hedged_at or self._results.has_all(self._first)
+                is_hedged = now >= hedged_at
+                with_reserves = is_hedged or self._results.has_all(self._first)
                 left = max((closes - now).total_seconds(), 0.0) + 0.01
                 pause = min(settings.poll_interval.total_seconds(), left)
                 asked = time.monotonic()
                 self._limit.until = asked + left + settings.grace_period.total_seconds()
-                self._begin_listings(with_reserves=is_hedged)
+                self._begin_listings(with_reserves=with_reserves)
                 wait(self._lister.pending, pause)
                 self._begin_reads()
                 self._collect_results()
-                if len(self._results.select_valid()) >= self._wanted:
+                has_observed = is_hedged or self._results.has_all(self._observed)
+                if has_observed and len(self._select_counting()) >= self._wanted:
                     break
                 time.sleep(max(0.0, asked + pause - time.monotonic()))
             else:
@@ -169,7 +183,7 @@ class _Gathering:
             for uid in self._stores
             if not self._reader.is_reading(uid)
             and uid not in valid
-            and (with_reserves or uid in self._first)
+            and (with_reserves or uid in self._first or uid in self._observed)
         ]
         return self._lister.begin(asked, exclude)
 
@@ -189,25 +203,37 @@ class _Gathering:
         for uid, result in self._reader.take_finished().items():
             self._results.note(uid, result, is_last=is_last)
 
+    def _select_counting(self) -> list[str]:
+        """Return the workers with valid gradients, in their order, without those that warm up."""
+        return [uid for uid in self._results.select_valid() if uid not in self._observed]
+
     def _make_result(self, seconds: float) -> GatheredWindow:
         results, reader = self._results, self._reader
-        valid = results.select_valid()
+        valid = self._select_counting()
         taken = valid[: self._wanted]
         is_complete = len(taken) >= self._wanted
-        unread = [uid for uid in self._stores if reader.is_reading(uid) and not results.has(uid)]
+        unread = [
+            uid
+            for uid in self._stores
+            if reader.is_reading(uid) and not results.has(uid) and uid not in self._observed
+        ]
         if self._is_over:
             unread = [uid for uid in unread if is_complete and uid not in self._first]
         spare = valid[self._wanted :] + unread
+        warm = {uid for uid in results.select_valid() if uid in self._observed}
         excluded = {
-            uid: results.explain_exclusion(
+            uid: _WARM_UP
+            if uid in warm
+            else results.explain_exclusion(
                 uid, is_pending=reader.is_reading(uid) or self._lister.is_listing(uid)
             )
             for uid in self._stores
             if uid not in {*taken, *spare}
         }
         if is_complete:  # unneeded reserves are not excluded
+            needed = self._first | self._observed
             excluded = {
-                uid: one for uid, one in excluded.items() if uid in self._first or results.has(uid)
+                uid: one for uid, one in excluded.items() if uid in needed or results.has(uid)
             }
         seconds = round(seconds, 3)
         valid_ones = {uid: results.get_valid(uid) for uid in taken}

@@ -21,6 +21,8 @@ from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain_follower import ChainFollower
 from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.gradients.sync.model_tensors import ModelTensors
+from millrace.gradients.sync.registrations import register
+from millrace.gradients.sync.worker_key import WorkerKey
 from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -103,17 +105,21 @@ class Participant:
         store: Store,
         chain_store: Store,
         *,
+        key: WorkerKey | None = None,
         group: distributed.ProcessGroup | None = None,
         threads: int | None = None,
         progress: Progress = ignore_event,
     ) -> "Participant":
         """Join a run with the weights of its chain's newest checkpoint.
 
-        The arguments are those of `Participant`. Each rank of a group loads only its own tensors.
-        A worker that cannot send its gradients does not join: objects are created, described and
-        deleted below its prefix first.
+        The other arguments are those of `Participant`. Each rank of a group loads only its own
+        tensors. A worker that cannot send its gradients does not join: objects are created,
+        described and deleted below its prefix first. If the workers of the run register, this one
+        does, with ``key`` or the key in `DEFAULT_KEY_FILE`. Its gradients are read from the next
+        window on.
 
         Raises:
+            ConfigurationError: The name is registered by another key.
             DeniedError: The credentials may not write or delete below the worker's prefix.
             NotFoundError: The run has not begun.
             ChainError: The chain has no undamaged checkpoint, or is broken.
@@ -121,6 +127,8 @@ class Participant:
         ranks = RankGroup(group)
         scope = settings.gradient_keys.make_worker_prefix(uid).rstrip("/")
         ranks.run_on_first(lambda: check_access(store, Right.WRITE, scope))
+        if settings.registration is not None:
+            ranks.run_on_first(lambda: register(settings, uid, store, chain_store, key))
 
         def allocate(shapes: Shapes) -> RankedWeights:
             return RankedWeights(shapes, ranks, threads=threads)
@@ -243,6 +251,35 @@ class Participant:
         self._chain.wait_for_next_link(timeout)
         self.catch_up()
 
+    def leave(self, key: WorkerKey | None = None) -> None:
+        """Leave the run after the last window that this worker has sent a gradient for.
+
+        Then no window waits for it. A worker that leaves may join again, and warms up again.
+
+        Args:
+            key: Key with which the worker joined; by default that in `DEFAULT_KEY_FILE`.
+
+        Raises:
+            ConfigurationError: The workers of the run do not register.
+            DeniedError: The credentials may not write below the worker's prefix.
+        """
+        if self._settings.registration is None:
+            raise errors.ConfigurationError(
+                f"The workers of {self._settings.name} do not register: the aggregator's settings "
+                "name them."
+            )
+        last = max(self._submitted, self._chain.window)
+        self._ranks.run_on_first(
+            lambda: register(
+                self._settings,
+                self._uid,
+                self._store,
+                self._chain.store,
+                key,
+                leaves_after=last,
+            )
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint, with the residuals."""
         submitted = {"window": self._submitted}
@@ -274,7 +311,8 @@ class Participant:
         Add the submitted values to the residuals again, unless the link has merged them. The merged
         gradient may be that of an earlier process of this worker, which had trained in the same
         window. Then its change is merged already, and sending this one repeats it. The values of a
-        gradient whose norm is too large are dropped with the rest of its change.
+        gradient whose norm is too large are dropped with the rest of its change. So are those of a
+        worker that warms up: they would be old, and add up, until its first merged gradient.
 
         In a later window, another process of this worker may have sent values of the residuals.
         """
@@ -289,7 +327,9 @@ class Participant:
                     link.window,
                     self._uid,
                 )
-        elif self._uid in link.excluded and link.excluded[self._uid].reason is ExclusionReason.NORM:
+        elif self._find_exclusion(link) is ExclusionReason.WARM_UP:
+            feedback.clear()
+        elif self._find_exclusion(link) is ExclusionReason.NORM:
             feedback.clear()
             log.warning(
                 "The gradient of %s in window %d was refused for its norm: its values and those "
@@ -300,6 +340,11 @@ class Participant:
             )
         elif not merged:
             feedback.restore_sent()
+
+    def _find_exclusion(self, link: ChainLink) -> ExclusionReason | None:
+        """Return the reason why a link excludes this worker, if it does."""
+        excluded = link.excluded.get(self._uid)
+        return None if excluded is None else excluded.reason
 
     def _is_merged(self, link: ChainStart | ChainLink) -> bool:
         """Decide whether a link has merged a gradient of this worker."""

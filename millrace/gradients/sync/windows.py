@@ -17,11 +17,13 @@ from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpeni
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
+from millrace.gradients.sync.registrations import Registrar
 from millrace.gradients.sync.window_merge import merge_gathered
 from millrace.lease import Holder, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
+from millrace.schemas.registration import RosterEntry
 from millrace.storage import Store, head
 
 
@@ -32,6 +34,7 @@ def merge_windows(
     weights: WeightState | ShardedWeights,
     *,
     reserves: Sequence[Sender] = (),
+    gradients_store: Store | None = None,
     after: int = 0,
     until: int | None = None,
     threads: int = 1,
@@ -50,25 +53,31 @@ def merge_windows(
         workers: Workers that are read first in each window.
         weights: Weights after window ``after``, which are changed in place.
         reserves: Workers that replace missing ones.
+        gradients_store: Bucket of the workers that register, which has their registrations; by
+            default that of the aggregator.
         after: Number of the window of ``weights``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
-        progress: Receives the events of `gather` and `merge_window`, `LinkApplied` and
-            `WindowMerged`.
+        progress: Receives the events of `gather` and `merge_window`, `LinkApplied`,
+            `WindowMerged`, and those of `Registrar`.
 
     Yields:
         Link of each merged window.
 
     Raises:
         ConfigurationError: A worker is named twice, or the settings need more gradients than there
-            are workers. No window is opened.
+            are workers, and no others register. No window is opened.
         ConflictError: Another aggregator merged a window differently: catch up from the chain.
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
     """
     if isinstance(weights, WeightState):
         weights = make_single_shard(weights, threads=threads)
-    count_wanted_gradients(settings.gather, workers, reserves)
+    if settings.registration is None:
+        count_wanted_gradients(settings.gather, workers, reserves)
+    shared = gradients_store or store
+    fixed = [worker.uid for worker in (*workers, *reserves)]
+    registrar = Registrar(settings, store, shared, fixed, progress)
     clock = StoreClock.read(store, settings.chain_keys.job, Holder.describe_this_process())
     applied = catch_up_weights(
         store, settings, weights, after=after, until=until, progress=progress
@@ -77,21 +86,31 @@ def merge_windows(
     before = applied or read_link(store, settings.chain_keys, window)
     while until is None or window < until:
         window += 1
-        options, gather_window = _open(store, settings, weights.shapes, window, before.step, clock)
+        roster = registrar.await_roster(window, before)
+        opening, gather_window = _open(
+            store, settings, weights.shapes, window, before.step, roster, clock
+        )
+        active = [
+            (Sender(uid, shared), entry.counts)
+            for uid, entry in opening.roster.items()
+            if entry.is_active and uid not in fixed
+        ]
+        counting = [*workers, *(sender for sender, counts in active if counts)]
         weights.begin_window(gather_window)
         try:
             gathered = gather(
                 gather_window,
-                workers,
-                _limit_wanted(options.gather, len(workers) + len(reserves)),
+                counting,
+                _limit_wanted(opening.gather, len(counting) + len(reserves)),
                 reserves=reserves,
+                observed=[sender for sender, counts in active if not counts],
                 read_gradient=weights.read_gradient,
                 clock=clock,
                 progress=progress,
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
-        quorum = options.gather.quorum
+        quorum = opening.gather.quorum
         before = merge_gathered(
             store, settings, gather_window, gathered, before, weights, quorum=quorum,
             progress=progress,
@@ -149,29 +168,31 @@ def _open(
     shapes: Shapes,
     window: int,
     base: int,
+    roster: dict[str, RosterEntry],
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
-    """Open a window, and return its record. An open window keeps its earlier options."""
+    """Open a window, and return its record. An open window keeps its options and its roster."""
     keys = settings.chain_keys
     ours = WindowOpening(
         run=settings.name,
         number=window,
         window_length=settings.window_length,
         gather=settings.gather,
+        roster=roster,
     )
-    options = commit_once(store, keys.make_opening_key(window), ours).record
+    opening = commit_once(store, keys.make_opening_key(window), ours).record
     # Workers may send from this time on.
     began = head(store, keys.make_link_key(window - 1)).last_modified
     opened = head(store, keys.make_opening_key(window)).last_modified
     now = clock.now()
-    over = opened + options.window_length <= now  # no aggregator was running: the time begins again
-    return options, GatherWindow(
+    over = opened + opening.window_length <= now  # no aggregator was running: the time begins again
+    return opening, GatherWindow(
         keys=settings.gradient_keys,
         number=window,
         base=base,
         codec=settings.codec,
         shapes=shapes,
         opens=began,
-        closes=(now if over else opened) + options.window_length,
-        max_norm=options.gather.max_norm,
+        closes=(now if over else opened) + opening.window_length,
+        max_norm=opening.gather.max_norm,
     )

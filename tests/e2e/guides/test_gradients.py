@@ -1,5 +1,7 @@
 """The guide to gradients, block by block: four workers, and an aggregator beside them."""
 
+import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -9,9 +11,9 @@ import pytest
 import torch
 
 from millrace.checkpoints import Saver, load
-from millrace.gradients import AggregatorSettings
+from millrace.gradients import AggregatorSettings, Participant, RunSettings, WorkerKey
 from millrace.settings import load_settings
-from millrace.storage import Store, open_store, put
+from millrace.storage import Store, exists, open_store, put
 from tests.support.guides import follow
 from tests.support.templar_gradients import write_payload
 
@@ -49,6 +51,12 @@ def test_every_block_of_the_guide_to_gradients(
                 one.result()
         assert shown.count("4 taken, 0 excluded") == WINDOWS
         caught_up = guide.run()
+        elastic = load_settings(guide.write("elastic.yaml"), AggregatorSettings, credentials).run
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(take_part, elastic, workers[0], guide.folder / "other.key")
+            guide.type("millrace gradient aggregate elastic.yaml")
+            joined.result()
+        roster = guide.run()
         (guide.folder / "loss.py").write_text(guide.read_python())
         guide.write("score.yaml")
         scored = guide.run()
@@ -57,12 +65,27 @@ def test_every_block_of_the_guide_to_gradients(
         imported = guide.type("millrace gradient import import.yaml")
     assert imported.count("2 taken, 0 excluded; at most 0.0% of a norm lost") == 4
     assert "runs/one is at step 60" in caught_up
+    assert re.search(r"(?m)^[0-9a-f]{64}$", roster)
+    assert re.search(r"runs/elastic, window 2:\n.*\nworker-9 +warming up +1 +1 ", roster)
     assert "window 2: 4 workers evaluated" in scored
     assert "runs/one, after window 2:" in scored
     found = load(open_store((tmp_path / "scratch/weights").as_uri()), "runs/one")
     for worker in workers:
         for name, tensor in worker["model"].state_dict().items():
             assert torch.equal(found.state["weights"][name], tensor)
+
+
+def take_part(settings: RunSettings, found: dict[str, Any], key: Path) -> None:
+    """Join the run whose workers register, as soon as it has begun, and take part to its end."""
+    while not exists(found["chain"], settings.chain_keys.make_link_key(0)):
+        threading.Event().wait(0.05)
+    model, signer = torch.nn.Linear(64, 64), WorkerKey.load(key)
+    participant = Participant.join(settings, "worker-9", found["mine"], found["chain"], key=signer)
+    for _ in participant.iterate_windows():
+        participant.load(model)
+        found["train"](model)
+        participant.submit(model)
+        participant.receive(model)
 
 
 def fill_templar_bucket(store: Store) -> None:

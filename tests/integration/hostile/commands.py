@@ -20,6 +20,7 @@ WITHOUT_A_BUCKET = {
     "init": "writes a settings file",
     "dataset import-settings": "translates a settings file",
     "campaign init": "writes a settings file",
+    "gradient key": "writes a key to the disk",
     "deploy": "talks to a Prefect server only",
     "setup": "talks to a Prefect server only; --check is the audit's engine",
     "swarm node": "is told by a driver what to read: the flow `prewarm` runs it",
@@ -239,6 +240,12 @@ def _show_standings(site: Site) -> list[str]:
     return ["gradient", "standings", _url(site), RUN.run, "--version", RUN.version]
 
 
+def _show_roster(site: Site) -> list[str]:
+    from tests.integration.hostile.flows import RUN
+
+    return ["gradient", "roster", _url(site), RUN.run, "--version", RUN.version]
+
+
 def _cool_down(site: Site) -> list[str]:
     from tests.integration.hostile.flows import CAMPAIGN, UIDS
 
@@ -270,6 +277,7 @@ SCORED: dict[str, Words] = {"gradient standings": _show_standings}
 RUNS: dict[str, Words] = {
     "gradient aggregate": lambda site: ["gradient", "aggregate", _aggregate(site)],
     "gradient catch-up": _catch_up,
+    "gradient roster": _show_roster,
     "gradient score": _score,
     "checkpoint cooldown": _cool_down,
 }

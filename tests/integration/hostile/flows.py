@@ -76,7 +76,9 @@ from millrace.gradients import (
     OuterKind,
     OuterOptimizer,
     Participant,
+    RegistrationSettings,
     RunSettings,
+    WorkerKey,
     aggregate_run,
     catch_up,
     copy_state,
@@ -393,7 +395,10 @@ RUN = RunSettings(
     gather=GatherSettings(wanted=2, quorum=2, poll_interval=timedelta(milliseconds=50)),
     window_length=timedelta(minutes=4),
     steps=5,
+    registration=RegistrationSettings(),
 )
+KEY = WorkerKey.generate()
+STRANGER = "stranger"  # a worker that nobody has named, whose registrations are junk
 UIDS = tuple(CAMPAIGN.make_uid(number) for number in range(3))
 EVIL = UIDS[2]
 LAST = 2
@@ -457,7 +462,7 @@ def _aggregate(site: Site) -> Any:
         working = pool.submit(work)
         while find_newest_window(store, RUN.chain_keys) < 0 and not working.done():
             threading.Event().wait(0.05)
-        everybody = {uid: Participant.join(RUN, uid, store, store) for uid in UIDS[:2]}
+        everybody = {uid: Participant.join(RUN, uid, store, store, key=KEY) for uid in UIDS[:2]}
         models = {uid: _model() for uid in everybody}
         for window in range(1, LAST + 1):
             turns = {uid: next(one.iterate_windows()) for uid, one in everybody.items()}
@@ -500,7 +505,10 @@ def _tell_of_links(site: Site, links: Sequence[ChainLink], sent: Mapping[int, st
 
 
 GRADIENTS = Reach(
-    prefixes=(RUN.gradient_keys.make_worker_prefix(EVIL),),
+    prefixes=(
+        RUN.gradient_keys.make_worker_prefix(EVIL),
+        RUN.gradient_keys.make_worker_prefix(STRANGER),
+    ),
     spares=lambda key: RUN.gradient_keys.parse(key) is not None,  # written when the window is open
     ghosts=UIDS[:1],
 )
@@ -514,7 +522,7 @@ def _merged(site: Site) -> None:
 def _catch_up(site: Site) -> Any:
     """Bring a worker to the newest weights, from the chain."""
     store = site.open_store()
-    one = Participant.join(RUN, "late", store, store)
+    one = Participant.join(RUN, "late", store, store, key=KEY)
     one.catch_up()
     model = _model()
     one.load(model)

@@ -221,6 +221,7 @@ def build_names():
     yield make_member_lease("jobs/one", "a").make_term_key(1)
     gradients, chain = GradientKeys("runs/one", "1"), ChainKeys("runs/one", "1")
     yield from (gradients.make_gradient_key("w", 1), gradients.make_start_window_key("w", 1))
+    yield gradients.make_registration_key("w", 1)
     yield from (chain.make_link_key(1), chain.make_opening_key(1), chain.make_update_key(1, DIGEST))
     yield chain.make_scores_key(1)
     yield CheckpointKeys(chain.job).make_metadata_key(1)

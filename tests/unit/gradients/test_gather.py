@@ -220,6 +220,42 @@ def test_whoever_was_asked_first_counts_before_reserves(store):
     assert list(found.taken) == ["0", "1"]
 
 
+def test_a_worker_that_warms_up_is_checked_and_not_taken(store):
+    for uid in (0, 1, 7):
+        send(store, str(uid))
+    send(store, "8", b"bad")
+    found = gather(OPEN, workers(store, 0, 1), QUICK, observed=workers(store, 7, 8))
+    assert set(found.taken) == {"0", "1"}
+    reasons = {uid: one.reason for uid, one in found.excluded.items()}
+    assert reasons == {"7": ExclusionReason.WARM_UP, "8": ExclusionReason.FORMAT}
+
+
+def test_a_complete_window_waits_for_who_warms_up_until_half_of_its_time(store):
+    send(store, "0")
+    heard: list[Event] = []
+
+    def send_later(event: Event) -> None:
+        heard.append(event)
+        if len(heard) == 1:  # the window is complete
+            send(store, "7")
+
+    early = replace(OPEN, opens=NOW - timedelta(minutes=1))
+    found = gather(early, workers(store, 0), QUICK, observed=workers(store, 7), progress=send_later)
+    assert found.excluded["7"].reason is ExclusionReason.WARM_UP
+    found = gather(HEDGED, workers(store, 0), QUICK, observed=workers(store, 8))
+    assert set(found.taken) == {"0"}
+    assert found.excluded["8"].reason is ExclusionReason.MISSING
+
+
+def test_a_copy_by_who_warms_up_is_out(store):
+    send(store, "0")
+    send(store, "7", made(uid="7", bodies=bodies(seed=0)))
+    age(store, "0", NOW - timedelta(minutes=5))
+    found = gather(HEDGED, workers(store, 0), QUICK, observed=workers(store, 7))
+    assert set(found.taken) == {"0"}
+    assert found.excluded["7"].reason is ExclusionReason.DUPLICATE
+
+
 def test_what_nobody_foresees_costs_a_gradient_its_place_when_it_happens_twice(store):
     asked: list[str] = []
 

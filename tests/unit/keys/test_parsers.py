@@ -51,7 +51,7 @@ def test_no_key_that_anybody_may_write_fails_a_parser(key):
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, CheckpointKeys("a").is_block_list, find_block_list_key,
         GradientKeys("a", "1").parse,
-        GradientKeys("a", "1").parse_start_window,
+        GradientKeys("a", "1").parse_start_window, GradientKeys("a", "1").parse_registration,
         CheckpointKeys("a").parse_epoch, lambda key: CooldownKeys("a", 0).parse_part("b", key),
         RentalKeys("a").parse, lambda key: parse_lease("a", key),
     ]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Roster of a window: its registered workers, as a pure function of the window before.
+
+The opening of a window has its roster. So all aggregators of a run have the same one, and anybody
+can compute it again from the chain and the registrations.
+"""
+
+from collections.abc import Mapping
+
+from millrace.gradients.settings import RegistrationSettings
+from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
+
+MAX_GONE = 1000
+"""Number of workers that a roster remembers after they left or were removed: the last ones."""
+_VALID = {ExclusionReason.WARM_UP, ExclusionReason.QUORUM}  # the gradient passed all checks
+
+
+def update_roster(
+    before: Mapping[str, RosterEntry],
+    link: ChainStart | ChainLink,
+    registrations: Mapping[str, Registration],
+    settings: RegistrationSettings,
+    window: int,
+    *,
+    quorum: int,
+) -> dict[str, RosterEntry]:
+    """Return the roster of a window. A worker without a place in a full roster is left out.
+
+    Args:
+        before: Roster of the window before; empty before the first.
+        link: Link of the window before.
+        registrations: Newest registrations by the workers' names, with verified signatures.
+        settings: Settings of the registration.
+        window: Number of the window.
+        quorum: Number of registered workers that the window needs. If fewer would count, those that
+            warm up count, too.
+    """
+    roster = {uid: _note_window(entry, uid, link, settings) for uid, entry in before.items()}
+    for uid, registration in sorted(registrations.items()):
+        if not _is_admitted(uid, registration.key, settings):
+            continue
+        active = sum(entry.is_active for entry in roster.values())
+        entry = _register(
+            roster.get(uid), registration, settings, window, has_room=active < settings.most
+        )
+        if entry is not None:
+            roster[uid] = entry
+    roster = {uid: _end_membership(entry, uid, settings, window) for uid, entry in roster.items()}
+    counting = sum(entry.status is RosterStatus.COUNTS for entry in roster.values())
+    lowest = RosterStatus.COUNTS if counting >= quorum else RosterStatus.WARMING_UP
+    gone = sorted((entry.since, uid) for uid, entry in roster.items() if not entry.is_active)
+    forgotten = {uid for _, uid in gone[: max(0, len(gone) - MAX_GONE)]}
+    return {
+        uid: entry.model_copy(update={"counts": entry.status in {RosterStatus.COUNTS, lowest}})
+        for uid, entry in sorted(roster.items())
+        if uid not in forgotten
+    }
+
+
+def _note_window(
+    entry: RosterEntry, uid: str, link: ChainStart | ChainLink, settings: RegistrationSettings
+) -> RosterEntry:
+    """Return the entry of a worker after a window. A gradient that was not needed is ignored."""
+    if not entry.is_active or not isinstance(link, ChainLink):
+        return entry
+    if uid in link.taken or (uid in link.excluded and link.excluded[uid].reason in _VALID):
+        valid = entry.valid + 1
+        status = RosterStatus.COUNTS if valid >= settings.warm_up else entry.status
+        return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
+    if uid not in link.excluded:
+        return entry
+    missed = entry.missed + 1
+    status = RosterStatus.REMOVED if missed >= settings.missed else entry.status
+    return entry.model_copy(update={"valid": 0, "missed": missed, "status": status})
+
+
+def _register(
+    entry: RosterEntry | None,
+    registration: Registration,
+    settings: RegistrationSettings,
+    window: int,
+    *,
+    has_room: bool,
+) -> RosterEntry | None:
+    """Return the entry of a worker after its newest registration; None if it has no place."""
+    number, leaves_after = registration.number, registration.leaves_after
+    if entry is not None and (registration.key != entry.key or number <= entry.number):
+        return entry
+    if entry is not None and entry.is_active:
+        return entry.model_copy(update={"number": number, "leaves_after": leaves_after})
+    if leaves_after is not None or not has_room:
+        return entry
+    status = RosterStatus.WARMING_UP if settings.warm_up else RosterStatus.COUNTS
+    return RosterEntry(key=registration.key, number=number, since=window, status=status)
+
+
+def _end_membership(
+    entry: RosterEntry, uid: str, settings: RegistrationSettings, window: int
+) -> RosterEntry:
+    """Return the entry of a worker that may have left, or may not be admitted any more."""
+    status = entry.status
+    if entry.leaves_after is not None and entry.leaves_after < window:
+        status = RosterStatus.LEFT
+    elif not _is_admitted(uid, entry.key, settings):
+        status = RosterStatus.REMOVED
+    return entry.model_copy(update={"status": status}) if entry.is_active else entry
+
+
+def _is_admitted(uid: str, key: str, settings: RegistrationSettings) -> bool:
+    return settings.admitted is None or settings.admitted.get(uid) == key

@@ -1,0 +1,271 @@
+"""Registrations in the workers' bucket: a worker writes its own, and the aggregator reads all."""
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+from millrace import errors
+from millrace.gradients.merging.links import find_newest_window
+from millrace.gradients.merging.roster import update_roster
+from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
+from millrace.gradients.settings import RegistrationSettings, RunSettings, WindowOpening
+from millrace.gradients.sync.worker_key import WorkerKey, is_signed
+from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.names import is_valid_name
+from millrace.progress import Progress
+from millrace.records import commit_once, fetch
+from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
+from millrace.storage import Store, list_folders, list_objects
+
+log = logging.getLogger(__name__)
+
+_CONCURRENCY = 16  # workers whose registrations are read at once
+_MOST_LISTED = 1000  # registrations of a worker since the last one that was read
+
+
+class Registrar:
+    """Roster of each window of a run, from the registrations of its workers.
+
+    Args:
+        settings: Settings of the run. Without settings of a registration, rosters are empty.
+        chain_store: Bucket of the aggregator, which has the rosters.
+        store: Bucket that the workers share.
+        fixed: Names of the workers that need no registration, and that nobody else may have.
+        progress: Receives `WorkersAwaited` and `RosterChanged`.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        chain_store: Store,
+        store: Store,
+        fixed: Collection[str],
+        progress: Progress,
+    ) -> None:
+        self._settings, self._chain_store, self._store = settings, chain_store, store
+        self._fixed, self._progress = frozenset(fixed), progress
+
+    def await_roster(self, window: int, link: ChainStart | ChainLink) -> dict[str, RosterEntry]:
+        """Return the roster of a window.
+
+        While there are fewer workers than the quorum, wait for more, at most for the length of a
+        window.
+
+        Args:
+            window: Number of the window.
+            link: Link of the window before.
+        """
+        settings = self._settings
+        if settings.registration is None:
+            return {}
+        before, fixed = self._read_roster(window - 1), len(self._fixed)
+        quorum = max(settings.gather.quorum, 1)
+        waits_until = time.monotonic() + settings.window_length.total_seconds()
+        is_reported = False
+        while True:
+            found = read_registrations(
+                self._store,
+                settings.gradient_keys,
+                before,
+                settings.registration,
+                exclude=self._fixed,
+            )
+            roster = update_roster(
+                before, link, found, settings.registration, window, quorum=quorum - fixed
+            )
+            active = fixed + sum(entry.is_active for entry in roster.values())
+            if active >= quorum or time.monotonic() >= waits_until:
+                self._report_changes(window, before, roster)
+                return roster
+            if not is_reported:
+                self._progress(
+                    WorkersAwaited(run=settings.name, window=window, found=active, quorum=quorum)
+                )
+                is_reported = True
+            time.sleep(settings.gather.poll_interval.total_seconds())
+
+    def _read_roster(self, window: int) -> dict[str, RosterEntry]:
+        opening = self._settings.chain_keys.make_opening_key(window)
+        try:
+            return fetch(self._chain_store, opening, WindowOpening).roster
+        except errors.NotFoundError:  # before the first window, or of an import
+            return {}
+
+    def _report_changes(
+        self, window: int, before: Mapping[str, RosterEntry], roster: Mapping[str, RosterEntry]
+    ) -> None:
+        changed: dict[RosterStatus, list[str]] = {status: [] for status in RosterStatus}
+        joined = list[str]()
+        for uid, entry in roster.items():
+            if entry.since == window:
+                joined.append(uid)
+            elif uid not in before or before[uid].status is not entry.status:
+                changed[entry.status].append(uid)
+        if joined or any(changed.values()):
+            self._progress(
+                RosterChanged(
+                    run=self._settings.name,
+                    window=window,
+                    active=sum(entry.is_active for entry in roster.values()),
+                    joined=tuple(joined),
+                    counting=tuple(changed[RosterStatus.COUNTS]),
+                    left=tuple(changed[RosterStatus.LEFT]),
+                    removed=tuple(changed[RosterStatus.REMOVED]),
+                )
+            )
+
+
+def read_registrations(
+    store: Store,
+    keys: GradientKeys,
+    known: Mapping[str, RosterEntry],
+    settings: RegistrationSettings,
+    *,
+    exclude: Collection[str] = (),
+) -> dict[str, Registration]:
+    """Return the newest registrations of workers, without those that were read before.
+
+    A registration that cannot be read, or that the worker has not signed, harms only its worker.
+
+    Args:
+        store: Bucket that the workers share.
+        keys: Keys of the run's gradients.
+        known: Roster of the window before.
+        settings: Settings of the registration. If they name the admitted workers, only these are
+            looked for.
+        exclude: Names that no registered worker may have.
+    """
+    names = settings.admitted
+    try:
+        found = sorted(list_folders(store, f"{keys.run}/") if names is None else names)
+    except errors.UnavailableError as error:
+        log.warning("No worker can join or leave in this window: %s", error)
+        return {}
+    uids = [
+        uid for uid in found if uid not in exclude and is_valid_name(keys.make_worker_prefix, uid)
+    ]
+
+    def read_newest(uid: str) -> Registration | None:
+        entry = known.get(uid)
+        try:
+            newest = find_registration(store, keys, uid, after=entry.number if entry else 0)
+        except errors.MillraceError as error:
+            log.warning("The registration of %s cannot be read: %s", uid, error)
+            return None
+        if newest is not None and not _is_consistent(newest, keys, uid):
+            log.warning("The registration %d of %s is not signed by it.", newest.number, uid)
+            return None
+        return newest
+
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="registrations") as pool:
+        newest = dict(zip(uids, pool.map(read_newest, uids), strict=True))
+    return {uid: registration for uid, registration in newest.items() if registration is not None}
+
+
+def find_registration(
+    store: Store, keys: GradientKeys, uid: str, *, after: int = 0
+) -> Registration | None:
+    """Return the newest registration of a worker with a number above a given one, if any.
+
+    Raises:
+        CorruptError: The object is no registration, or that of another number.
+    """
+    begin = keys.make_registration_key(uid, after) if after else ""
+    stats = list_objects(store, keys.make_registration_prefix(uid), after=begin, exact=True)
+    parsed = (keys.parse_registration(stat.key) for stat in islice(stats, _MOST_LISTED))
+    numbers = [number for found in parsed if found is not None and (number := found[1]) > after]
+    if not numbers:
+        return None
+    key = keys.make_registration_key(uid, max(numbers))
+    registration = fetch(store, key, Registration)
+    if registration.number != max(numbers):
+        raise errors.CorruptError(
+            f"{store.make_url(key)} has the number {registration.number}: write it again."
+        )
+    return registration
+
+
+def _is_consistent(registration: Registration, keys: GradientKeys, uid: str) -> bool:
+    """Decide whether a registration is of a worker and a run, and signed by its key."""
+    said = registration.run, registration.version, registration.uid
+    return said == (keys.run, keys.version, uid) and is_signed(registration)
+
+
+def read_newest_roster(store: Store, keys: ChainKeys) -> tuple[int, dict[str, RosterEntry]]:
+    """Return the number and the roster of the newest window that was opened.
+
+    The number is 0, and the roster is empty, before the first window.
+
+    Args:
+        store: Bucket of the aggregator.
+        keys: Keys of the run's chain.
+    """
+    merged = max(0, find_newest_window(store, keys))
+    for window in (merged + 1, merged):
+        try:
+            return window, fetch(store, keys.make_opening_key(window), WindowOpening).roster
+        except errors.NotFoundError:
+            continue
+    return 0, {}
+
+
+def register(
+    settings: RunSettings,
+    uid: str,
+    store: Store,
+    chain_store: Store,
+    key: WorkerKey | None = None,
+    *,
+    leaves_after: int | None = None,
+) -> Registration:
+    """Register a worker, unless its newest registration already says so.
+
+    Args:
+        settings: Settings of the run.
+        uid: Name of the worker.
+        store: Bucket that the worker writes to, and in which it can list and read its prefix.
+        chain_store: Bucket of the aggregator.
+        key: Key of the worker; by default that in `DEFAULT_KEY_FILE`.
+        leaves_after: Last window of the worker; None to join.
+
+    Returns:
+        Newest registration of the worker.
+
+    Raises:
+        ConfigurationError: The name is registered by another key.
+        DeniedError: The credentials may not list, read or write below the worker's prefix.
+    """
+    keys, key = settings.gradient_keys, key or WorkerKey.load()
+    entry = read_newest_roster(chain_store, settings.chain_keys)[1].get(uid)
+    newest = find_registration(store, keys, uid)
+    for known in (entry, newest):
+        if known is not None and known.key != key.public:
+            raise errors.ConfigurationError(
+                f"The name {uid} of {keys.run} is registered by another key: join with the file of "
+                "that key, or with another name."
+            )
+    number = max((one.number for one in (entry, newest) if one is not None), default=0)
+    is_gone = entry is not None and entry.number == number and not entry.is_active
+    if (
+        newest is not None
+        and (newest.number, newest.leaves_after) == (number, leaves_after)
+        and not is_gone
+    ):
+        return newest
+    wanted = Registration(
+        run=keys.run,
+        version=keys.version,
+        uid=uid,
+        number=number + 1,
+        leaves_after=leaves_after,
+        key=key.public,
+    )
+    commit = commit_once(store, keys.make_registration_key(uid, number + 1), key.sign(wanted))
+    if commit.record.key != key.public or commit.record.leaves_after != leaves_after:
+        raise errors.ConflictError(
+            f"Another process has registered {uid} of {keys.run} meanwhile: run each worker once."
+        )
+    return commit.record

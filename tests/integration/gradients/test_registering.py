@@ -1,0 +1,246 @@
+"""Workers that join and leave a run between its windows."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace import errors
+from millrace.gradients import (
+    AggregatorSettings,
+    ChainLink,
+    ExclusionReason,
+    GatherSettings,
+    Participant,
+    RegistrationSettings,
+    RunSettings,
+    WorkerKey,
+    aggregate_run,
+    begin_run,
+    read_newest_roster,
+    select_weights,
+)
+from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
+from millrace.gradients.settings import WindowOpening
+from millrace.gradients.sync.registrations import register
+from millrace.progress import Event
+from millrace.records import encode_record, fetch
+from millrace.schemas.registration import Registration, RosterStatus
+from millrace.storage import Store, list_objects, open_store, put
+from tests.stores import make_spec
+
+RUN = RunSettings(
+    run="runs/one",
+    steps=5,
+    window_length=timedelta(minutes=1),
+    gather=GatherSettings(poll_interval=timedelta(milliseconds=20)),
+    registration=RegistrationSettings(warm_up=2, missed=2),
+)
+KEYS = RUN.gradient_keys
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Linear(20, 30)
+
+
+@pytest.fixture(params=["local", "rgw"])
+def store(request: pytest.FixtureRequest) -> Store:
+    store = open_store(make_spec(request.param, request))
+    begin_run(store, RUN.chain_keys, select_weights(make_model()))
+    return store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    store = open_store((tmp_path / "bucket").as_uri())
+    begin_run(store, RUN.chain_keys, select_weights(make_model()))
+    return store
+
+
+class Worker:
+    """A worker that sends a change of its own in each window, from one window to another."""
+
+    def __init__(self, store: Store, uid: str) -> None:
+        self.store, self.uid, self.key = store, uid, WorkerKey.generate()
+        self.joined = threading.Event()
+
+    def join(self) -> Participant:
+        participant = Participant.join(RUN, self.uid, self.store, self.store, key=self.key)
+        self.joined.set()
+        return participant
+
+    def send(self, participant: Participant, model: torch.nn.Module, window: int) -> None:
+        participant.load(model)
+        dice = torch.Generator().manual_seed(window * 1000 + ord(self.uid))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
+        participant.submit(model)
+        participant.receive(model)
+
+    def take_part(self, last: int, *, before: dict[int, threading.Event] | None = None) -> None:
+        """Send in all windows up to the last one, and leave then."""
+        participant, model = self.join(), make_model()
+        for window in participant.iterate_windows():
+            if window.number in (before or {}):
+                assert before[window.number].wait(60)
+            self.send(participant, model, window.number)
+            if window.number == last:
+                break
+        participant.leave(self.key)
+
+
+def aggregate(store: Store, run: RunSettings = RUN, **options: object) -> list[ChainLink]:
+    settings = AggregatorSettings(run=run, store=store.spec, workers=())
+    return list(aggregate_run(settings.model_copy(update=options)))
+
+
+def list_registrations(store: Store, uid: str) -> list[Registration]:
+    stats = list_objects(store, KEYS.make_registration_prefix(uid))
+    return [fetch(store, key, Registration) for key in sorted(stat.key for stat in stats)]
+
+
+def test_workers_join_warm_up_count_and_leave_while_aggregators_follow_each_other(store):
+    a, b = Worker(store, "a"), Worker(store, "b")
+    with ThreadPoolExecutor(2) as pool:
+        works = [pool.submit(a.take_part, 8, before={3: b.joined})]
+        links = aggregate(store, max_windows=2)
+        works.append(pool.submit(b.take_part, 7))
+        for _ in range(6):  # each time, another aggregator takes over
+            links += aggregate(store, max_windows=1)
+        for work in works:
+            work.result()
+    first = min(link.window for link in links if "b" in {*link.taken, *link.excluded})
+    assert first in {3, 4}  # whether or not window 3 was open already
+    warm = {link.window for link in links if "b" in link.excluded}
+    assert warm == {first, first + 1}
+    assert {links[window - 1].excluded["b"].reason for window in warm} == {ExclusionReason.WARM_UP}
+    assert [link.window for link in links if "b" in link.taken] == [*range(first + 2, 8)]
+    assert all("a" in link.taken for link in links)
+    assert links[-1].excluded == {}
+    window, roster = read_newest_roster(store, RUN.chain_keys)
+    assert (window, roster["b"].status) == (8, RosterStatus.LEFT)
+    assert [one.leaves_after for one in list_registrations(store, "b")] == [None, 7]
+
+
+def test_a_worker_that_was_started_again_keeps_its_place_and_one_that_left_warms_up(folder):
+    a = Worker(folder, "a")
+    for _ in range(3):
+        participant = a.join()
+    assert len(list_registrations(folder, "a")) == 1
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(a.take_part, 3)
+        aggregate(folder, max_windows=3)
+        work.result()
+    put(folder, "runs/one/b/other", b"")  # a folder without a registration
+    brief = RUN.model_copy(update={"window_length": timedelta(milliseconds=100)})
+    aggregate(folder, brief, max_windows=1)
+    assert read_newest_roster(folder, RUN.chain_keys)[1]["a"].status is RosterStatus.LEFT
+    a.join()
+    assert [one.leaves_after for one in list_registrations(folder, "a")] == [None, 3, None]
+    with ThreadPoolExecutor(1) as pool:
+        participant = a.join()
+        participant.catch_up()
+        work = pool.submit(a.send, participant, make_model(), 5)
+        (link,) = aggregate(folder, max_windows=1)
+        work.result()
+    entry = read_newest_roster(folder, RUN.chain_keys)[1]["a"]
+    assert (entry.status, entry.since) == (RosterStatus.WARMING_UP, 5)
+    assert set(link.taken) == {"a"}  # as nobody else counts
+
+
+def test_a_worker_that_dies_is_waited_for_in_few_windows(folder):
+    a, b = Worker(folder, "a"), Worker(folder, "b")
+    brief = RUN.model_copy(update={"window_length": timedelta(seconds=1)})
+    b.join()
+    heard: list[Event] = []
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(a.take_part, 4)
+        assert a.joined.wait(60)
+        settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), max_windows=4)
+        links = list(aggregate_run(settings, progress=heard.append))
+        work.result()
+    assert [sorted(link.excluded) for link in links] == [["b"], ["b"], [], []]
+    changes = [event for event in heard if isinstance(event, RosterChanged)]
+    assert [(one.window, one.joined, one.counting, one.removed) for one in changes] == [
+        (1, ("a", "b"), (), ()),
+        (3, (), ("a",), ("b",)),
+    ]
+
+
+def test_a_run_that_nobody_joins_waits_and_ends(folder):
+    heard: list[Event] = []
+    brief = RUN.model_copy(update={"window_length": timedelta(milliseconds=100)})
+    settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), idle=2)
+    links = list(aggregate_run(settings, progress=heard.append))
+    assert [(link.window, link.taken, link.updates) for link in links] == [(1, {}, ()), (2, {}, ())]
+    awaited = [event for event in heard if isinstance(event, WorkersAwaited)]
+    assert [(one.window, one.found, one.quorum) for one in awaited] == [(1, 0, 1), (2, 0, 1)]
+
+
+def test_named_workers_and_registered_ones_are_merged_together(folder):
+    a, b = Worker(folder, "a"), Worker(folder, "b")
+    b.join()
+    assert len(list_registrations(folder, "b")) == 1
+    with ThreadPoolExecutor(2) as pool:
+        works = [pool.submit(worker.take_part, 3) for worker in (a, b)]
+        assert a.joined.wait(60)
+        links = aggregate(folder, workers=("b",), max_windows=3)
+        for work in works:
+            work.result()
+    assert [sorted(link.taken) for link in links] == [["b"], ["b"], ["a", "b"]]
+    assert set(fetch(folder, RUN.chain_keys.make_opening_key(3), WindowOpening).roster) == {"a"}
+
+
+def test_what_no_worker_has_signed_joins_nobody(folder):
+    a, other = Worker(folder, "a"), WorkerKey.generate()
+    wanted = Registration(run=RUN.run, version="1", uid="b", number=1, key=other.public)
+    forged = wanted.model_copy(update={"signature": "0" * 128})
+    put(folder, KEYS.make_registration_key("b", 1), encode_record(forged, "0" * 32))
+    put(folder, KEYS.make_registration_key("c", 1), b"no record")
+    of_d = encode_record(other.sign(wanted.model_copy(update={"uid": "d"})), "0" * 32)
+    put(folder, KEYS.make_registration_key("e", 1), of_d)
+    put(folder, KEYS.make_registration_key("d", 7), of_d)  # another number than it has
+    put(folder, f"{KEYS.make_registration_prefix('f')}000000001-f-v2.json", of_d)  # another version
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(a.take_part, 1)
+        assert a.joined.wait(60)
+        aggregate(folder, max_windows=1)
+        work.result()
+    assert set(read_newest_roster(folder, RUN.chain_keys)[1]) == {"a"}
+
+
+def test_a_name_belongs_to_the_key_that_registered_it(folder):
+    a = Worker(folder, "a")
+    a.join()
+    with pytest.raises(errors.ConfigurationError, match="registered by another key: join with"):
+        Worker(folder, "a").join()
+    assert [one.key for one in list_registrations(folder, "a")] == [a.key.public]
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(a.take_part, 1)
+        aggregate(folder, max_windows=1)
+        work.result()
+    for stat in list(list_objects(folder, KEYS.make_registration_prefix("a"))):
+        Path(folder.location.bucket, stat.key).unlink()  # as cleaning does
+    with pytest.raises(errors.ConfigurationError, match="registered by another key"):
+        Worker(folder, "a").join()  # the chain knows it
+    a.join()
+    assert [one.number for one in list_registrations(folder, "a")] == [2]
+
+
+def test_a_worker_can_only_leave_a_run_whose_workers_register(folder):
+    fixed = RUN.model_copy(update={"registration": None})
+    participant = Participant.join(fixed, "a", folder, folder)
+    with pytest.raises(errors.ConfigurationError, match="do not register"):
+        participant.leave()
+    assert list_registrations(folder, "a") == []
+
+
+def test_a_registration_that_a_killed_process_wrote_is_taken_over(folder):
+    key = WorkerKey.generate()
+    first = register(RUN, "a", folder, folder, key)
+    assert register(RUN, "a", folder, folder, key) == first
