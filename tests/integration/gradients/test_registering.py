@@ -67,6 +67,7 @@ class Worker:
     def __init__(self, store: Store, uid: str) -> None:
         self.store, self.uid, self.key = store, uid, WorkerKey.generate()
         self.joined = threading.Event()
+        self.residuals: dict[int, int] = {}  # tensors with values that were not sent, by window
 
     def join(self) -> Participant:
         participant = Participant.join(RUN, self.uid, self.store, self.store, key=self.key)
@@ -89,6 +90,7 @@ class Worker:
             if window.number in (before or {}):
                 assert before[window.number].wait(60)
             self.send(participant, model, window.number)
+            self.residuals[window.number] = len(participant.state_dict()["kept"])
             if window.number == last:
                 break
         participant.leave(self.key)
@@ -120,6 +122,7 @@ def test_workers_join_warm_up_count_and_leave_while_aggregators_follow_each_othe
     assert warm == {first, first + 1}
     assert {links[window - 1].excluded["b"].reason for window in warm} == {ExclusionReason.WARM_UP}
     assert [link.window for link in links if "b" in link.taken] == [*range(first + 2, 8)]
+    assert {window for window, kept in b.residuals.items() if not kept} == warm
     assert all("a" in link.taken for link in links)
     assert links[-1].excluded == {}
     window, roster = read_newest_roster(store, RUN.chain_keys)
