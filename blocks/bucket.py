@@ -1,12 +1,14 @@
 """Block of a bucket with a role and credentials."""
 
+import json
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials
 from pydantic import (
     Field,
+    SecretStr,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     field_serializer,
@@ -16,6 +18,8 @@ from pydantic import (
 from millrace import errors
 from millrace.audit import check_access as check_store
 from millrace.storage import Backend, Credentials, Location, Right, Store, StoreSpec, open_store
+
+T = TypeVar("T")
 
 _HIDDEN = "*" * 8
 
@@ -29,7 +33,7 @@ class BucketRole(StrEnum):
 
 
 class Bucket(Block):
-    """A bucket with a role, and one key pair for reading and one for writing.
+    """A bucket with a role, and credentials for reading and for writing.
 
     A flow opens the bucket with the right that it needs and gets no other right.
 
@@ -47,8 +51,8 @@ class Bucket(Block):
     _block_type_slug = "millrace-bucket"
     _documentation_url: ClassVar[Any] = "https://developers.cloudflare.com/r2/api/tokens/"
     _description = (
-        "A bucket in Cloudflare R2 or any S3 with one role (gradients, dataset or aggregator), "
-        "and one key pair for reading and one for writing it."
+        "A bucket in Cloudflare R2, any S3 or Google Cloud Storage with one role (gradients, "
+        "dataset or aggregator), and credentials for reading and for writing it."
     )
     _code_example = """
 from blocks import Bucket
@@ -79,6 +83,18 @@ store = bucket.open("read")
         repr=False,
         title="Write credentials",
         description="A key pair that may list, read, write and delete.",
+    )
+    read_google_credentials: str | None = Field(
+        default=None,
+        title="Read credentials of Google",
+        description="For a `gs://` URL: name of a GCP Credentials block, or path of a service "
+        "account's key file on each machine that runs flows. It may list and read. With neither, "
+        "the environment of the process that opens the bucket is used.",
+    )
+    write_google_credentials: str | None = Field(
+        default=None,
+        title="Write credentials of Google",
+        description="The same for a service account that may list, read, write and delete.",
     )
     mirrors: list[str] = Field(
         default_factory=list,
@@ -179,19 +195,59 @@ store = bucket.open("read")
         """
         spec = StoreSpec(url=url, account_id=self.account_id)
         backend = Location.parse(url, account_id=self.account_id).backend
-        if backend not in {Backend.S3, Backend.R2}:
-            return spec
-        chosen, other = self.read_credentials, self.write_credentials
-        if right is Right.WRITE:
-            chosen, other = other, chosen
-        if chosen is None:
-            if other is None:
-                return spec
+        match backend:
+            case Backend.S3 | Backend.R2:
+                pair = self._choose(self.read_credentials, self.write_credentials, url, right)
+                fields = {} if pair is None else self._convert_credentials(pair, right)
+            case Backend.GS:
+                both = self.read_google_credentials, self.write_google_credentials
+                named = self._choose(*both, url, right)
+                fields = {} if named is None else {"options": self._find_google_key(named, right)}
+            case _:
+                fields = dict[str, Any]()
+        return spec.model_copy(update=fields)
+
+    def _choose(self, reading: T | None, writing: T | None, url: str, right: Right) -> T | None:
+        """Return the credentials for a right; None to use the environment."""
+        chosen, other = (reading, writing) if right is Right.READ else (writing, reading)
+        if chosen is None and other is not None:
             raise errors.ConfigurationError(
                 f"To {right} {url}, {right} credentials are needed, and {self._display_name} has "
                 f"none: add them there, or run `millrace setup`."
             )
-        return spec.model_copy(update=self._convert_credentials(chosen, right))
+        return chosen
+
+    def _find_google_key(self, named: str, right: Right) -> dict[str, SecretStr]:
+        """Return the options of a `StoreSpec` for a block or a file with a service account."""
+        if "/" in named:
+            return {"service_account": SecretStr(named)}
+        whose = f"The {right} credentials of {self._display_name}"
+        try:
+            from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415 - an extra
+            from prefect_gcp import GcpCredentials  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise errors.ConfigurationError(
+                f"{whose} are the GCP Credentials block {named!r}, which needs prefect-gcp: "
+                "pip install 'millrace[gcs]', or name the path of a key file."
+            ) from None
+        try:
+            google = cast("GcpCredentials", GcpCredentials.load(named))
+        except ValueError as error:
+            raise errors.ConfigurationError(
+                f"{whose} name no GCP Credentials block: there is no {named!r}. Create it in the "
+                "UI, or name the path of a key file."
+            ) from error
+        except GoogleAuthError as error:
+            raise errors.ConfigurationError(f"{whose} cannot be used: {error}") from error
+        if google.service_account_info is not None:
+            key = json.dumps(google.service_account_info.get_secret_value())
+            return {"service_account_key": SecretStr(key)}
+        if google.service_account_file is not None:
+            return {"service_account": SecretStr(str(google.service_account_file))}
+        raise errors.ConfigurationError(
+            f"{whose} need a service account, and the GCP Credentials block {named!r} has none: "
+            "add its key there (Service Account Info)."
+        )
 
     def _convert_credentials(self, aws: AwsCredentials, right: Right) -> dict[str, Any]:
         """Return the fields of a `StoreSpec` that a prefect-aws block holds."""

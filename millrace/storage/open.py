@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import unquote, urlsplit
 
+from obstore.exceptions import BaseError
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from millrace.environment import drop_empty_variables, read_variable
-from millrace.errors import ConfigurationError, NotFoundError
+from millrace.errors import ConfigurationError, NotFoundError, format_error
 from millrace.settings import Duration
 from millrace.storage.forks import note_opened
 
@@ -385,15 +386,26 @@ def open_store(
         case Backend.FILE:
             raw = retrying = _open_folder(location, make=make_folder)
         case Backend.GS:
-            raw, retrying = (
-                _open_gcs(spec, location, retry)
-                for retry in _make_retry_configs(spec.retry_timeout)
-            )
+            raw, retrying = _open_twice(_open_gcs, spec, location)
         case Backend.S3 | Backend.R2:
-            raw, retrying = (
-                _open_s3(spec, location, retry) for retry in _make_retry_configs(spec.retry_timeout)
-            )
+            raw, retrying = _open_twice(_open_s3, spec, location)
     return Store(spec, location, raw, retrying, is_foreign=is_foreign)
+
+
+def _open_twice(
+    open_raw: Callable[[StoreSpec, Location, Any], ObjectStore], spec: StoreSpec, location: Location
+) -> tuple[ObjectStore, ObjectStore]:
+    """Return a store of obstore that tries each request once, and one that retries."""
+    try:
+        once, retried = (
+            open_raw(spec, location, retry) for retry in _make_retry_configs(spec.retry_timeout)
+        )
+    except BaseError as error:
+        raise ConfigurationError(
+            f"{spec.url} cannot be opened ({format_error(error)}). Correct its `options`, the file "
+            "of its credentials, or the variables AWS_* and GOOGLE_* of the environment."
+        ) from error
+    return once, retried
 
 
 def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:

@@ -1,18 +1,26 @@
 """A bucket block opens its store with one right, and says in a sentence what it cannot."""
 
+import json
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from prefect.types import SecretDict
 from prefect_aws import AwsCredentials
 from prefect_aws.client_parameters import AwsClientParameters
+from prefect_gcp import GcpCredentials
 from pydantic import SecretStr, ValidationError
 
 from blocks import Bucket, BucketRole, VastCredentials
 from millrace.errors import ConfigurationError, DeniedError, NotFoundError
-from millrace.storage import Right, list_objects, put, read
+from millrace.storage import Right, Store, list_objects, open_store, put, read
+from millrace.testing.gcs import GCSServer
 from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
+from tests.prefect_server import PrefectServer
 
 
 def pair(key: Key, endpoint: str | None = None) -> AwsCredentials:
@@ -136,3 +144,73 @@ def test_without_vasts_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "vastai", None)
     with pytest.raises(ConfigurationError, match=r"millrace\[vast\]"):
         VastCredentials(api_key=SecretStr("a key")).get_client()
+
+
+def open_google(block: Bucket, right: str, gcs: GCSServer) -> Store:
+    """Open the bucket of a block at the stand-in, whose endpoint a block cannot name."""
+    spec = block.make_spec(Right(right)).model_copy(update={"endpoint": gcs.endpoint})
+    return open_store(spec)
+
+
+def test_google_is_reached_by_the_key_files_of_two_service_accounts(
+    gcs: GCSServer, tmp_path: Path
+) -> None:
+    key = gcs.make_store_config()["config"]["service_account_key"]
+    (tmp_path / "key.json").write_text(key)
+    block = Bucket(
+        role=BucketRole.DATASET,
+        url=f"gs://bucket/{tmp_path.name}",
+        read_google_credentials=str(tmp_path / "key.json"),
+        write_google_credentials=str(tmp_path / "missing.json"),
+    )
+    with pytest.raises(ConfigurationError, match=r"missing\.json"):
+        open_google(block, "write", gcs)
+    assert list(list_objects(open_google(block, "read", gcs))) == []
+
+
+def test_google_is_reached_by_blocks_of_prefect_gcp(
+    gcs: GCSServer,
+    prefect_api: PrefectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    private = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
+    key = {
+        **json.loads(gcs.make_store_config()["config"]["service_account_key"]),
+        "client_email": "one@project.example",
+        "private_key": private.decode(),
+        "token_uri": "https://oauth2.googleapis.com/token",
+    }
+    name = f"google-{uuid4().hex[:8]}"
+    GcpCredentials(service_account_info=SecretDict(key)).save(name)
+    (tmp_path / "key.json").write_text(json.dumps({**key, "type": "service_account"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    GcpCredentials().save(f"{name}-empty")
+    block = Bucket(
+        role=BucketRole.DATASET,
+        url=f"gs://bucket/{tmp_path.name}",
+        read_google_credentials=f"{name}-empty",
+        write_google_credentials=name,
+    )
+    assert "gcs_base_url" not in str(block.make_spec("write"))
+    put(open_google(block, "write", gcs), "key", b"bytes")
+    with pytest.raises(ConfigurationError, match=r"need a service account.*has none: add its key"):
+        block.make_spec("read")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    with pytest.raises(ConfigurationError, match="default credentials were not found"):
+        block.make_spec("read")  # on a machine outside of Google's cloud
+    block.read_google_credentials = f"{name}-nobody"
+    with pytest.raises(
+        ConfigurationError, match=r"no GCP Credentials block: there is no .*-nobody"
+    ):
+        block.make_spec("read")
+
+
+def test_google_takes_no_key_pair_and_without_one_it_takes_the_environment() -> None:
+    block = Bucket(role=BucketRole.DATASET, url="gs://x", read_credentials=pair(Key("a", "b")))
+    assert block.make_spec("read").options == {}
+    block.write_google_credentials = "/key.json"
+    with pytest.raises(ConfigurationError, match="read credentials are needed"):
+        block.make_spec("read")

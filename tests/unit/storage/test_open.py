@@ -171,3 +171,17 @@ def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_a
         open_store("s3://bucket")
     with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
         open_store(f"r2://{ACCOUNT}/bucket", endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("gs://bucket", {"service_account": "/no/such/key.json"}, r"/no/such/key\.json: No such"),
+        ("gs://bucket", {"service_account_key": "{"}, "Unable to decode service account file"),
+        ("gs://bucket", {"strange": "x"}, "'strange' is not valid"),
+        ("s3://bucket", {"strange": "x"}, "'strange' is not valid"),
+    ],
+)
+def test_options_that_obstore_refuses_are_a_sentence(url, options, named, no_aws):
+    with pytest.raises(errors.ConfigurationError, match=f"{named}.*Correct its `options`"):
+        open_store(StoreSpec(url=url, options=options))
