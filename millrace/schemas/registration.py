@@ -46,8 +46,8 @@ class Registration(Record):
 class RosterStatus(StrEnum):
     """Status of a worker in the roster of a window."""
 
-    WARMING_UP = "warming up"  # its gradients are checked, and not merged
-    COUNTS = "counts"
+    WARMING_UP = "warming up"  # its gradients are checked, and usually not merged
+    ESTABLISHED = "established"  # after its warm-up
     LEFT = "left"  # by its own registration
     REMOVED = "removed"  # after windows without a valid gradient
 
@@ -60,17 +60,19 @@ class RosterEntry(RecordPart):
         number: Number of its registration that was read last.
         leaves_after: Last window of the worker; None if it stays.
         since: First window of the worker, since it joined or since it joined again.
+        ended: First window without the worker, since it has left or was removed; None before.
         status: Status of the worker.
-        valid: Number of consecutive windows with a valid gradient, while the worker warms up.
+        valid: Number of consecutive windows with a valid gradient.
         missed: Number of consecutive windows without a valid gradient.
-        counts: Whether the gradient of this window is merged. It also is while the worker warms up,
-            if fewer workers than the quorum would count otherwise.
+        counts: Whether a valid gradient of this window is merged. Those of workers that warm up are
+            merged, too, if fewer established workers than the quorum have a place in the window.
     """
 
     key: str = Field(pattern=KEY_PATTERN)
     number: int = Field(ge=1)
     leaves_after: int | None = None
     since: int = Field(ge=1)
+    ended: int | None = None
     status: RosterStatus
     valid: int = Field(default=0, ge=0)
     missed: int = Field(default=0, ge=0)
@@ -79,4 +81,4 @@ class RosterEntry(RecordPart):
     @property
     def is_active(self) -> bool:
         """True if the gradients of the worker are read."""
-        return self.status in {RosterStatus.WARMING_UP, RosterStatus.COUNTS}
+        return self.status in {RosterStatus.WARMING_UP, RosterStatus.ESTABLISHED}

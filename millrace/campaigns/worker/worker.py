@@ -209,6 +209,7 @@ class Worker:
             self.settings.uid,
             self._write_store,
             self._read_store.with_warmed(self.settings.data_folder),
+            is_named=True,
             threads=threads,
             progress=self._progress,
         )

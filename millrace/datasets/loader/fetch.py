@@ -1,6 +1,6 @@
 """Fetch the bytes of shards, each verified by the digests of the dataset before it is used.
 
-The other modules of `ShardLoader` reach a store through this module only. A shard is read in one of
+Shards are read through this module only. A shard is read in one of
 two ways:
 
 - By parts of some MiB, each verified by the digests of its blocks. The parts that follow are
@@ -177,11 +177,10 @@ class ShardFetcher:
             )
         with self._lock:
             if self._all_blocks is None:
-                self._all_blocks = b""
+                blocks = b""  # after an error of the store that may pass, the next call asks again
                 with suppress(errors.NotFoundError, errors.DeniedError, errors.CorruptError):
-                    self._all_blocks = self._files.ask_stores(
-                        lambda store: read(store, key, max_size=every)
-                    )
+                    blocks = self._files.ask_stores(lambda store: read(store, key, max_size=every))
+                self._all_blocks = blocks
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""
 

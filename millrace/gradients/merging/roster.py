@@ -12,7 +12,9 @@ from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
 
 MAX_GONE = 1000
-"""Number of workers that a roster remembers after they left or were removed: the last ones."""
+"""Number of workers that a roster remembers after they left or were removed: the last ones.
+
+The registration of one that was forgotten is read again. So the worker may warm up once more."""
 _VALID = {ExclusionReason.WARM_UP, ExclusionReason.QUORUM}  # the gradient passed all checks
 
 
@@ -33,8 +35,8 @@ def update_roster(
         registrations: Newest registrations by the workers' names, with verified signatures.
         settings: Settings of the registration.
         window: Number of the window.
-        quorum: Number of registered workers that the window needs. If fewer would count, those that
-            warm up count, too.
+        quorum: Number of registered workers that the window needs. If fewer are established, those
+            that warm up count, too.
     """
     roster = {uid: _note_window(entry, uid, link, settings) for uid, entry in before.items()}
     for uid, registration in sorted(registrations.items()):
@@ -47,12 +49,15 @@ def update_roster(
         if entry is not None:
             roster[uid] = entry
     roster = {uid: _end_membership(entry, uid, settings, window) for uid, entry in roster.items()}
-    counting = sum(entry.status is RosterStatus.COUNTS for entry in roster.values())
-    lowest = RosterStatus.COUNTS if counting >= quorum else RosterStatus.WARMING_UP
-    gone = sorted((entry.since, uid) for uid, entry in roster.items() if not entry.is_active)
+    established = sum(entry.status is RosterStatus.ESTABLISHED for entry in roster.values())
+    counting = {RosterStatus.ESTABLISHED}
+    if established < quorum:
+        counting.add(RosterStatus.WARMING_UP)
+    roster = {uid: _note_end(entry, window) for uid, entry in roster.items()}
+    gone = sorted((entry.ended or 0, uid) for uid, entry in roster.items() if not entry.is_active)
     forgotten = {uid for _, uid in gone[: max(0, len(gone) - MAX_GONE)]}
     return {
-        uid: entry.model_copy(update={"counts": entry.status in {RosterStatus.COUNTS, lowest}})
+        uid: entry.model_copy(update={"counts": entry.status in counting})
         for uid, entry in sorted(roster.items())
         if uid not in forgotten
     }
@@ -66,7 +71,7 @@ def _note_window(
         return entry
     if uid in link.taken or (uid in link.excluded and link.excluded[uid].reason in _VALID):
         valid = entry.valid + 1
-        status = RosterStatus.COUNTS if valid >= settings.warm_up else entry.status
+        status = RosterStatus.ESTABLISHED if valid >= settings.warm_up else entry.status
         return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
     if uid not in link.excluded:
         return entry
@@ -91,7 +96,7 @@ def _register(
         return entry.model_copy(update={"number": number, "leaves_after": leaves_after})
     if leaves_after is not None or not has_room:
         return entry
-    status = RosterStatus.WARMING_UP if settings.warm_up else RosterStatus.COUNTS
+    status = RosterStatus.WARMING_UP if settings.warm_up else RosterStatus.ESTABLISHED
     return RosterEntry(key=registration.key, number=number, since=window, status=status)
 
 
@@ -105,6 +110,12 @@ def _end_membership(
     elif not _is_admitted(uid, entry.key, settings):
         status = RosterStatus.REMOVED
     return entry.model_copy(update={"status": status}) if entry.is_active else entry
+
+
+def _note_end(entry: RosterEntry, window: int) -> RosterEntry:
+    if entry.is_active or entry.ended is not None:
+        return entry
+    return entry.model_copy(update={"ended": window})
 
 
 def _is_admitted(uid: str, key: str, settings: RegistrationSettings) -> bool:

@@ -105,6 +105,7 @@ class Participant:
         store: Store,
         chain_store: Store,
         *,
+        is_named: bool = False,
         key: WorkerKey | None = None,
         group: distributed.ProcessGroup | None = None,
         threads: int | None = None,
@@ -115,7 +116,8 @@ class Participant:
         The other arguments are those of `Participant`. Each rank of a group loads only its own
         tensors. A worker that cannot send its gradients does not join: objects are created,
         described and deleted below its prefix first. If the workers of the run register, this one
-        does, with ``key`` or the key in `DEFAULT_KEY_FILE`. Its gradients are read from the next
+        does, with ``key`` or the key in `DEFAULT_KEY_FILE`, unless ``is_named``: the settings of
+        the aggregator name it. The gradients of a worker that registers are read from the next
         window on.
 
         Raises:
@@ -127,7 +129,7 @@ class Participant:
         ranks = RankGroup(group)
         scope = settings.gradient_keys.make_worker_prefix(uid).rstrip("/")
         ranks.run_on_first(lambda: check_access(store, Right.WRITE, scope))
-        if settings.registration is not None:
+        if settings.registration is not None and not is_named:
             ranks.run_on_first(lambda: register(settings, uid, store, chain_store, key))
 
         def allocate(shapes: Shapes) -> RankedWeights:

@@ -32,7 +32,7 @@ class Registrar:
     Args:
         settings: Settings of the run. Without settings of a registration, rosters are empty.
         chain_store: Bucket of the aggregator, which has the rosters.
-        store: Bucket that the workers share.
+        gradients_store: Bucket that the workers share.
         fixed: Names of the workers that need no registration, and that nobody else may have.
         progress: Receives `WorkersAwaited` and `RosterChanged`.
     """
@@ -41,15 +41,16 @@ class Registrar:
         self,
         settings: RunSettings,
         chain_store: Store,
-        store: Store,
+        gradients_store: Store,
         fixed: Collection[str],
         progress: Progress,
     ) -> None:
-        self._settings, self._chain_store, self._store = settings, chain_store, store
+        self._settings = settings
+        self._chain_store, self._gradients_store = chain_store, gradients_store
         self._fixed, self._progress = frozenset(fixed), progress
 
     def await_roster(self, window: int, link: ChainStart | ChainLink) -> dict[str, RosterEntry]:
-        """Return the roster of a window.
+        """Return the roster of a window. A window that is open already keeps its roster.
 
         While there are fewer workers than the quorum, wait for more, at most for the length of a
         window.
@@ -61,13 +62,16 @@ class Registrar:
         settings = self._settings
         if settings.registration is None:
             return {}
-        before, fixed = self._read_roster(window - 1), len(self._fixed)
+        opened = self._read_roster(window)
+        if opened is not None:
+            return opened
+        before, fixed = self._read_roster(window - 1) or {}, len(self._fixed)
         quorum = max(settings.gather.quorum, 1)
         waits_until = time.monotonic() + settings.window_length.total_seconds()
         is_reported = False
         while True:
             found = read_registrations(
-                self._store,
+                self._gradients_store,
                 settings.gradient_keys,
                 before,
                 settings.registration,
@@ -87,12 +91,13 @@ class Registrar:
                 is_reported = True
             time.sleep(settings.gather.poll_interval.total_seconds())
 
-    def _read_roster(self, window: int) -> dict[str, RosterEntry]:
+    def _read_roster(self, window: int) -> dict[str, RosterEntry] | None:
+        """Return the roster that a window was opened with; None if it was not opened."""
         opening = self._settings.chain_keys.make_opening_key(window)
         try:
             return fetch(self._chain_store, opening, WindowOpening).roster
-        except errors.NotFoundError:  # before the first window, or of an import
-            return {}
+        except errors.NotFoundError:
+            return None
 
     def _report_changes(
         self, window: int, before: Mapping[str, RosterEntry], roster: Mapping[str, RosterEntry]
@@ -111,7 +116,7 @@ class Registrar:
                     window=window,
                     active=sum(entry.is_active for entry in roster.values()),
                     joined=tuple(joined),
-                    counting=tuple(changed[RosterStatus.COUNTS]),
+                    counting=tuple(changed[RosterStatus.ESTABLISHED]),
                     left=tuple(changed[RosterStatus.LEFT]),
                     removed=tuple(changed[RosterStatus.REMOVED]),
                 )
@@ -241,17 +246,18 @@ def register(
     keys, key = settings.gradient_keys, key or WorkerKey.load()
     entry = read_newest_roster(chain_store, settings.chain_keys)[1].get(uid)
     newest = find_registration(store, keys, uid)
-    for known in (entry, newest):
-        if known is not None and known.key != key.public:
-            raise errors.ConfigurationError(
-                f"The name {uid} of {keys.run} is registered by another key: join with the file of "
-                "that key, or with another name."
-            )
+    owner = entry or newest  # the roster knows who was first
+    if owner is not None and owner.key != key.public:
+        raise errors.ConfigurationError(
+            f"The name {uid} of {keys.run} is registered by another key: join with the file of "
+            "that key, or with another name."
+        )
     number = max((one.number for one in (entry, newest) if one is not None), default=0)
     is_gone = entry is not None and entry.number == number and not entry.is_active
     if (
         newest is not None
         and (newest.number, newest.leaves_after) == (number, leaves_after)
+        and newest.key == key.public
         and not is_gone
     ):
         return newest

@@ -27,7 +27,7 @@ from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
 from millrace.gradients.settings import WindowOpening
 from millrace.gradients.sync.registrations import register
 from millrace.progress import Event
-from millrace.records import encode_record, fetch
+from millrace.records import commit_once, encode_record, fetch
 from millrace.schemas.registration import Registration, RosterStatus
 from millrace.storage import Store, list_objects, open_store, put
 from tests.stores import make_spec
@@ -64,13 +64,16 @@ def folder(tmp_path: Path) -> Store:
 class Worker:
     """A worker that sends a change of its own in each window, from one window to another."""
 
-    def __init__(self, store: Store, uid: str) -> None:
+    def __init__(self, store: Store, uid: str, *, is_named: bool = False) -> None:
         self.store, self.uid, self.key = store, uid, WorkerKey.generate()
+        self.is_named = is_named
         self.joined = threading.Event()
         self.residuals: dict[int, int] = {}  # tensors with values that were not sent, by window
 
     def join(self) -> Participant:
-        participant = Participant.join(RUN, self.uid, self.store, self.store, key=self.key)
+        participant = Participant.join(
+            RUN, self.uid, self.store, self.store, key=self.key, is_named=self.is_named
+        )
         self.joined.set()
         return participant
 
@@ -93,7 +96,8 @@ class Worker:
             self.residuals[window.number] = len(participant.state_dict()["kept"])
             if window.number == last:
                 break
-        participant.leave(self.key)
+        if not self.is_named:
+            participant.leave(self.key)
 
 
 def aggregate(store: Store, run: RunSettings = RUN, **options: object) -> list[ChainLink]:
@@ -186,9 +190,7 @@ def test_a_run_that_nobody_joins_waits_and_ends(folder):
 
 
 def test_named_workers_and_registered_ones_are_merged_together(folder):
-    a, b = Worker(folder, "a"), Worker(folder, "b")
-    b.join()
-    assert len(list_registrations(folder, "b")) == 1
+    a, b = Worker(folder, "a"), Worker(folder, "b", is_named=True)
     with ThreadPoolExecutor(2) as pool:
         works = [pool.submit(worker.take_part, 3) for worker in (a, b)]
         assert a.joined.wait(60)
@@ -196,6 +198,7 @@ def test_named_workers_and_registered_ones_are_merged_together(folder):
         for work in works:
             work.result()
     assert [sorted(link.taken) for link in links] == [["b"], ["b"], ["a", "b"]]
+    assert list_registrations(folder, "b") == []
     assert set(fetch(folder, RUN.chain_keys.make_opening_key(3), WindowOpening).roster) == {"a"}
 
 
@@ -233,6 +236,36 @@ def test_a_name_belongs_to_the_key_that_registered_it(folder):
         Worker(folder, "a").join()  # the chain knows it
     a.join()
     assert [one.number for one in list_registrations(folder, "a")] == [2]
+
+
+def test_a_worker_outlives_a_registration_of_another_key(folder):
+    a = Worker(folder, "a")
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(a.take_part, 1)
+        aggregate(folder, max_windows=1)
+        work.result()
+    a.join()
+    other = WorkerKey.generate()
+    stolen = Registration(run=RUN.run, version="1", uid="a", number=7, key=other.public)
+    put(folder, KEYS.make_registration_key("a", 7), encode_record(other.sign(stolen), "0" * 32))
+    brief = RUN.model_copy(update={"window_length": timedelta(milliseconds=100)})
+    aggregate(folder, brief, max_windows=1)
+    assert read_newest_roster(folder, RUN.chain_keys)[1]["a"].key == a.key.public
+    a.join()
+    aggregate(folder, brief, max_windows=1)
+    entry = read_newest_roster(folder, RUN.chain_keys)[1]["a"]
+    assert (entry.key, entry.number, entry.since) == (a.key.public, 8, 1)
+
+
+def test_a_window_that_is_open_keeps_its_roster_and_is_not_waited_for(folder):
+    opening = WindowOpening(run=RUN.run, number=1, gather=RUN.gather, window_length="PT0.1S")
+    commit_once(folder, RUN.chain_keys.make_opening_key(1), opening)
+    Worker(folder, "a").join()
+    heard: list[Event] = []
+    settings = AggregatorSettings(run=RUN, store=folder.spec, workers=(), max_windows=1)
+    (link,) = aggregate_run(settings, progress=heard.append)
+    assert (link.taken, link.excluded) == ({}, {})
+    assert not [one for one in heard if isinstance(one, RosterChanged | WorkersAwaited)]
 
 
 def test_a_worker_can_only_leave_a_run_whose_workers_register(folder):

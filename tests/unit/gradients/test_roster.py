@@ -80,7 +80,7 @@ def test_a_worker_counts_after_its_warm_up():
     second = go_on(joined, link(4, "a", b=ExclusionReason.WARM_UP))
     assert not second["b"].counts
     third = go_on(second, link(5, "a", b=ExclusionReason.WARM_UP))
-    assert (third["b"].status, third["b"].counts) == (RosterStatus.COUNTS, True)
+    assert (third["b"].status, third["b"].counts) == (RosterStatus.ESTABLISHED, True)
 
 
 @pytest.mark.parametrize("reason", [ExclusionReason.DUPLICATE, ExclusionReason.MISSING])
@@ -182,3 +182,11 @@ def test_workers_that_have_left_long_ago_are_forgotten(monkeypatch):
         registered("a", 2, leaves_after=2) | registered("b", 2, leaves_after=2),
     )
     assert set(gone) == {"b"}
+
+
+def test_the_worker_that_has_ended_first_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr(roster_module, "MAX_GONE", 1)
+    first = go_on({}, START, registered("a"))
+    second = go_on(first, link(1, "a"), registered("b"))
+    left = go_on(second, link(2, "ab"), registered("b", 2, leaves_after=2))
+    assert set(go_on(left, link(3, "a"), registered("a", 2, leaves_after=3))) == {"a"}
