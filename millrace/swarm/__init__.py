@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from millrace.swarm.cache_index import CacheCheck
     from millrace.swarm.driver import prewarm
     from millrace.swarm.driving.reports import NodeReport, PrewarmReport
+    from millrace.swarm.needed_files import NeededFiles, needs_files
     from millrace.swarm.previews import Preview, preview
     from millrace.swarm.settings import (
         Host,
@@ -23,6 +24,7 @@ __all__ = [
     "Host",
     "Hosts",
     "LimitSettings",
+    "NeededFiles",
     "NodeReport",
     "Preview",
     "PrewarmReport",
@@ -30,6 +32,7 @@ __all__ = [
     "RayNodes",
     "Request",
     "Unpacking",
+    "needs_files",
     "preview",
     "prewarm",
     "wait_for_path",
@@ -37,10 +40,12 @@ __all__ = [
 
 _MODULES = {
     "CacheCheck": "cache_index",
+    "NeededFiles": "needed_files",
     "NodeReport": "driving.reports",
     "PrewarmReport": "driving.reports",
     "Preview": "previews",
     "Unpacking": "archives.unpack",
+    "needs_files": "needed_files",
     "preview": "previews",
     "prewarm": "driver",
     "wait_for_path": "waiting",

@@ -27,12 +27,12 @@ class Actor:
         """
         if self._agent is None:
             self._key = key
-            self._agent = Agent(_expand_variables(root), key, host=host)
+            self._agent = Agent(expand_variables(root), key, host=host)
             self._agent.start()
         return self._agent.port, self._key
 
 
-def _expand_variables(root: str) -> Path:
+def expand_variables(root: str) -> Path:
     """Replace variables of the node's environment in the root, as in ``$SCRATCH/models``."""
     filled = os.path.expandvars(root)
     if "$" in filled:

@@ -21,6 +21,7 @@ class NodeReport:
         failures: Number of fetches that failed.
         seconds: Seconds from the call until the node was ready.
         trusted: Whether other nodes could still fetch from the node: no wrong bytes were proven.
+        id: Unique id: the id of the node in Ray, or the URL of the host.
     """
 
     name: str
@@ -32,6 +33,7 @@ class NodeReport:
     failures: int
     seconds: float
     trusted: bool
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,23 @@ def report_nodes(members: RunMembers, untrusted: set[str]) -> tuple[NodeReport, 
             failures=member.counts.failures,
             seconds=round(member.seconds, 3),
             trusted=member.node.id not in untrusted,
+            id=member.node.id,
         )
         for member in members
     ]
     nodes += [
-        NodeReport(members.format_name(absent), False, absent.reason, 0, 0, 0, 0, 0.0, True)  # noqa: FBT003
+        NodeReport(
+            name=members.format_name(absent),
+            ready=False,
+            reason=absent.reason,
+            cached=0,
+            from_store=0,
+            from_peers=0,
+            failures=0,
+            seconds=0.0,
+            trusted=True,
+            id=absent.id,
+        )
         for absent in members.absent.values()
     ]
     return tuple(sorted(nodes, key=lambda node: node.name))

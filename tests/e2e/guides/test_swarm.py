@@ -57,6 +57,9 @@ def test_every_block_of_the_guide_to_the_swarm(
         for disk in ray_cluster.disks:
             assert FILES.items() <= read_files(disk / tmp_path.name / "warm").items()
 
+        (folder / "evaluate.py").write_text(guide.read_python())
+        assert guide.type("python evaluate.py").count("weights.bin") == 4
+
         roots = [tmp_path / "data-0", tmp_path / "data-1"]
         machines = [
             {"/data": str(root), "0.0.0.0": "127.0.0.1", "7000": str(port)}

@@ -121,6 +121,7 @@ def node(name: str, **changes: object) -> NodeReport:
     values: dict[str, object] = {
         "name": name, "ready": True, "reason": "", "cached": 0, "from_store": 3_000_000,
         "from_peers": 7_000_000, "failures": 1, "seconds": 2.5, "trusted": True,
+        "id": name,
     }  # fmt: skip
     return NodeReport(**(values | changes))  # pyright: ignore[reportArgumentType]
 

@@ -1,0 +1,233 @@
+"""Files that tasks and actors of Ray need: their node gets the files before they run.
+
+One actor of the job copies the files to all nodes of the cluster. It runs on the node of the
+driver, and the credentials stay there: other nodes get signed URLs. A task asks the actor for its
+own node. The first task on a node that has joined has the actor copy the files again, and nodes
+that have them only check them.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from millrace import cluster, errors
+from millrace.digest import compute_digest, get_hex
+from millrace.settings import load_settings
+from millrace.swarm.actor import expand_variables
+from millrace.swarm.driver import prewarm
+from millrace.swarm.settings import PrewarmSettings, RayNodes
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MAX_WAITING = 100  # calls of tasks that wait at once; further ones wait for these
+_ATTEMPTS = 3  # calls of an actor that has died
+_warmed: dict[str, Path] = {}  # roots of the files that this node has, by their names
+_started: dict[str, Any] = {}  # actors by their names: Ray ends an actor without a handle
+
+
+def needs_files(settings: PrewarmSettings | Path | str, *, name: str = "") -> "NeededFiles":
+    """Return a decorator of tasks and actors of Ray whose node gets files before they run.
+
+    It stands below `ray.remote`:
+
+        @ray.remote
+        @needs_files("prewarm.yaml")
+        def evaluate(step): ...
+
+    Args:
+        settings: Settings of the prewarm, or the path of their file. A file is read when the first
+            task is submitted, on the machine of the driver.
+        name: Name of the files in this job; by default one that follows from the settings, or from
+            the path. Decorators of one name share one run.
+
+    Raises:
+        ConfigurationError: The settings have hosts instead of a Ray cluster.
+    """
+    return NeededFiles(settings, name=name)
+
+
+class NeededFiles:
+    """Decorator of tasks and actors of Ray whose node gets files before they run.
+
+    See `needs_files`, which makes it.
+
+    Attributes:
+        name: Name of the files in a job.
+    """
+
+    def __init__(self, settings: PrewarmSettings | Path | str, *, name: str = "") -> None:
+        if isinstance(settings, PrewarmSettings):
+            _check_nodes(settings)
+            text = settings.model_dump_json()  # without secrets
+        else:
+            text = str(settings)
+        self._settings: PrewarmSettings | Path | str | None = settings
+        self.name = name or get_hex(compute_digest(text.encode()))[:16]
+
+    def __call__(self, target: F) -> F:
+        """Return a function, or a class of actors, that waits for the files first."""
+        if inspect.isclass(target):
+            cls: Any = target
+            cls.__init__ = self._wrap(cls.__init__)
+            return cast("F", cls)
+        return self._wrap(target)
+
+    def start(self) -> None:
+        """Start the actor that copies the files; it begins when a task asks.
+
+        A driver that submits a function of a module calls this before, if the nodes do not have
+        the settings file: Ray imports such a function on each node.
+
+        Raises:
+            ConfigurationError: This process is not connected to a Ray cluster, or the settings
+                cannot be read.
+        """
+        self._start_actor(_import_connected())
+
+    def warm(self) -> Path:
+        """Wait until the node of this process has the files, and return their root.
+
+        Raises:
+            ConfigurationError: This process is no task of Ray, or the settings cannot be read.
+            MillraceError: The files cannot be copied, as `prewarm` says.
+            WorkerError: The node cannot get the files.
+        """
+        root = _warmed.get(self.name)
+        if root is None or not root.is_dir():
+            ray = _import_connected()
+            root = _warmed[self.name] = expand_variables(self._ask_actor(ray))
+        return root
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the settings, which only the actor gets."""
+        import ray  # noqa: PLC0415
+
+        if ray.is_initialized():  # a task is submitted
+            self._find_actor(ray)
+            return {"name": self.name, "_settings": None}
+        return self.__dict__.copy()
+
+    def _wrap(self, call: F) -> F:
+        if inspect.isgeneratorfunction(call):
+
+            @functools.wraps(call)
+            def iterate(*args: Any, **kwargs: Any) -> Any:
+                self.warm()
+                yield from call(*args, **kwargs)
+
+            return cast("F", iterate)
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.warm()
+            return call(*args, **kwargs)
+
+        return cast("F", run)
+
+    def _ask_actor(self, ray: Any) -> str:
+        """Return the root of the files, as the settings name it, when this node has them."""
+        node_id = ray.get_runtime_context().get_node_id()
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return ray.get(self._find_actor(ray).warm.remote(node_id))
+            except ray.exceptions.RayActorError as error:  # its node has died
+                if attempt == _ATTEMPTS:
+                    raise errors.WorkerError(
+                        "The actor that copies the files of this task has died: submit the task "
+                        "again."
+                    ) from error
+        raise AssertionError
+
+    def _find_actor(self, ray: Any) -> Any:
+        try:
+            return ray.get_actor(self._make_actor_name(ray), namespace=cluster.NAMESPACE)
+        except ValueError:
+            return self._start_actor(ray)
+
+    def _start_actor(self, ray: Any) -> Any:
+        node_id = ray.get_runtime_context().get_node_id()
+        options: dict[str, Any] = {
+            **cluster.make_node_options({"NodeID": node_id}),
+            "name": self._make_actor_name(ray),
+            "namespace": cluster.NAMESPACE,
+            "get_if_exists": True,
+            "max_concurrency": _MAX_WAITING,
+        }
+        actor = ray.remote(NodeWarmer).options(**options).remote(self._load_settings())
+        _started[options["name"]] = actor
+        return actor
+
+    def _make_actor_name(self, ray: Any) -> str:
+        return f"millrace-files-{self.name}-{ray.get_runtime_context().get_job_id()}"
+
+    def _load_settings(self) -> PrewarmSettings:
+        if self._settings is None:
+            raise errors.WorkerError(
+                "The actor that copies the files of this task is gone, and only the driver has its "
+                "settings: submit the task again."
+            )
+        if isinstance(self._settings, PrewarmSettings):
+            return self._settings
+        settings = load_settings(Path(self._settings), PrewarmSettings)
+        _check_nodes(settings)
+        return settings
+
+
+class NodeWarmer:
+    """Actor that copies files to all nodes of its cluster, one run at a time."""
+
+    def __init__(self, settings: PrewarmSettings) -> None:
+        self._settings, self._lock = settings, threading.Lock()
+        self._reasons: dict[str, str] = {}  # by node; empty if the node has the files
+        self._runs = 0
+        self._error: Exception | None = None
+
+    def warm(self, node_id: str) -> str:
+        """Wait until a node has the files, and return the root of the settings.
+
+        Raises:
+            MillraceError: The files cannot be copied, as `prewarm` says.
+            WorkerError: The node cannot get the files.
+        """
+        seen = self._runs
+        with self._lock:
+            if self._reasons.get(node_id) != "":
+                if self._runs > seen and self._error is not None:
+                    raise self._error  # of the run that this call has waited for
+                if self._runs == seen or node_id not in self._reasons:
+                    self._run()
+            reason = self._reasons.get(node_id, "it was not in the cluster at the end of the run")
+        if reason:
+            raise errors.WorkerError(f"The node of the task did not get its files: {reason}.")
+        return str(self._settings.root)
+
+    def _run(self) -> None:
+        self._runs, self._error = self._runs + 1, None
+        try:
+            report = prewarm(self._settings)
+        except Exception as error:
+            self._error = error
+            raise
+        self._reasons = {node.id: "" if node.ready else node.reason for node in report.nodes}
+
+
+def _check_nodes(settings: PrewarmSettings) -> None:
+    if not isinstance(settings.nodes, RayNodes):
+        raise errors.ConfigurationError(
+            "The files of Ray tasks go to the nodes of their cluster: leave out `hosts`."
+        )
+
+
+def _import_connected() -> Any:
+    """Return the module ``ray`` of a process that is connected to a cluster."""
+    import ray  # noqa: PLC0415
+
+    if not ray.is_initialized():
+        raise errors.ConfigurationError(
+            "Files are copied for tasks and actors of Ray: call `ray.init`, and submit the "
+            "function with `.remote(...)`."
+        )
+    return ray
