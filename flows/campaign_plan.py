@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
 from flows.aggregate_gradients import InitialWeightsInput
-from flows.save_checkpoint import HubRepository
 from millrace import datasets
 from millrace.campaigns import (
     Campaign,
@@ -25,6 +24,7 @@ from millrace.rented_sharding import make_rental_name
 from millrace.storage import Right
 from tasks.locations import (
     BucketLocation,
+    HubRepository,
     SourceInput,
     make_store_spec,
     refuse_temporary,

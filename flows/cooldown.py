@@ -14,7 +14,13 @@ from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cooldown import report_epoch, run_cooldown_on_ray, watch_epoch
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, NodeUrl, check_right, make_store_spec
+from tasks.locations import (
+    BucketLocation,
+    HubRepository,
+    NodeUrl,
+    check_right,
+    make_store_spec,
+)
 
 
 class NodeCheckpoints(BaseModel):
@@ -49,6 +55,7 @@ def run_cooldown(
     job: str,
     epoch: int,
     nodes: NodeCheckpoints | None = None,
+    hub: HubRepository | None = None,
     cooldown: CooldownSettings | None = None,
     timeout: Duration = timedelta(minutes=30),
     members: list[str] | None = None,
@@ -65,6 +72,8 @@ def run_cooldown(
         job: Job of the checkpoints: a prefix below the bucket's URL.
         epoch: Number of the epoch that ends.
         nodes: Nodes of a Ray cluster that have the checkpoint on their disks.
+        hub: A repository of the Hugging Face Hub that gets the checkpoint of `nodes`, in place of
+            the bucket. The roster and the votes stay in the bucket.
         cooldown: Choice of the checkpointers, and the action after a timeout. For `nodes` only:
             members elsewhere have their own settings.
         timeout: Longest time that this run waits.
@@ -74,6 +83,11 @@ def run_cooldown(
     CheckpointKeys(job)
     if epoch < 0:
         raise ConfigurationError(f"Epochs are counted from 0: {epoch} is no epoch.")
+    if hub is not None and nodes is None:
+        raise ConfigurationError(
+            "`hub` is for the nodes of a Ray cluster: name `nodes`, too. Members elsewhere have a "
+            "`destination` in their own settings."
+        )
     spec = make_store_spec(bucket, Right.WRITE)
     check_right(bucket, Right.WRITE, job)
     if nodes is None:
@@ -85,6 +99,7 @@ def run_cooldown(
             job=job,
             epoch=epoch,
             source=source,
+            destination=hub and hub.make_spec(),
             cooldown=cooldown or CooldownSettings(),
         )
         ended = run_cooldown_on_ray(member, nodes.address, timeout)

@@ -1,16 +1,21 @@
 """Copy a checkpoint from a machine's disk, or a bucket, into a bucket or the Hugging Face Hub."""
 
 from prefect import flow
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from blocks import HuggingFaceCredentials
-from millrace.checkpoints import HubSpec, SavedSource
+from millrace.checkpoints import SavedSource
 from millrace.errors import ConfigurationError
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Right
 from tasks.checkpointing import check_checkpoint_destination, copy_checkpoint, report_copy
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
+from tasks.locations import (
+    BucketLocation,
+    HubRepository,
+    InputLocation,
+    check_right,
+    make_store_spec,
+)
 
 
 class CheckpointInput(InputLocation):
@@ -22,27 +27,6 @@ class CheckpointInput(InputLocation):
     step: int | None = Field(
         default=None, description="Step of the checkpoint; by default the newest."
     )
-
-
-class HubRepository(BaseModel):
-    """A repository of the Hugging Face Hub."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    repo: str = Field(description="Repository as `owner/name`. It must exist.")
-    credentials: HuggingFaceCredentials = Field(
-        description="A block with a token that may write the repository."
-    )
-    revision: str = Field(default="main", description="Name of the branch.")
-
-    def make_spec(self) -> HubSpec:
-        """Return the repository, with the account's token."""
-        return HubSpec(
-            repo=self.repo,
-            revision=self.revision,
-            token=self.credentials.token,
-            endpoint=self.credentials.endpoint,
-        )
 
 
 @draw_form

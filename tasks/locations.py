@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from blocks import Bucket, HuggingFaceCredentials
 from millrace.audit import check_access
+from millrace.checkpoints import HubSpec
 from millrace.datasets import SourceLocation
 from millrace.datasets.settings import check_mirrored_source
 from millrace.datasets.sources import SourceSettings
@@ -265,6 +266,27 @@ class InputLocation(BaseModel):
     def make_mirror_specs(self) -> list[StoreSpec]:
         """Return the mirrors of a block with the same prefix; empty for a URL."""
         return [spec.with_prefix(self.prefix) for spec in make_mirror_specs(self.location)]
+
+
+class HubRepository(BaseModel):
+    """A repository of the Hugging Face Hub."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    repo: str = Field(description="Repository as `owner/name`. It must exist.")
+    credentials: HuggingFaceCredentials = Field(
+        description="A block with a token that may write the repository."
+    )
+    revision: str = Field(default="main", description="Name of the branch.")
+
+    def make_spec(self) -> HubSpec:
+        """Return the repository, with the account's token."""
+        return HubSpec(
+            repo=self.repo,
+            revision=self.revision,
+            token=self.credentials.token,
+            endpoint=self.credentials.endpoint,
+        )
 
 
 class SourceInput(SourceSettings, InputLocation):

@@ -9,7 +9,7 @@ from prefect import get_run_logger
 
 from millrace import gradients
 from millrace.checkpoints.progress_events import CheckpointDamaged
-from millrace.gradients import AggregatorSettings, ChainLink
+from millrace.gradients import AggregatorSettings, ChainLink, TemplarImportSettings
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
 from millrace.storage import open_store
@@ -51,7 +51,7 @@ class AggregationResult:
 
 
 @retried_task
-def find_newest_window(settings: AggregatorSettings) -> int:
+def find_newest_window(settings: AggregatorSettings | TemplarImportSettings) -> int:
     """Return the number of the newest merged window; 0 before the first window."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain_keys))
 
@@ -93,7 +93,28 @@ def merge_windows(settings: AggregatorSettings, after: int) -> AggregationResult
 
 
 @retried_task
-def report_windows(settings: AggregatorSettings, after: int) -> None:
+def import_windows(settings: TemplarImportSettings, after: int) -> AggregationResult:
+    """Import the windows of a Templar run. A later run continues after a kill."""
+    log, began = get_run_logger(), time.monotonic()
+    source, last = settings.templar, None
+    planned = max(0, source.last_window - source.first_window + 1 - after)
+    key = make_artifact_key("progress", "import", settings.run.name)
+    with WindowProgress(key, 0, planned) as progress:
+        for link in gradients.import_templar_run(settings, progress=progress):
+            last = link
+            log.info(
+                "Templar's window %d as window %d: %d taken, %d excluded",
+                source.first_window + link.window - 1, link.window, len(link.taken),
+                len(link.excluded),
+            )  # fmt: skip
+    seconds = round(time.monotonic() - began, 3)
+    if last is None:
+        return AggregationResult(0, after, 0, "", seconds)
+    return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
+
+
+@retried_task
+def report_windows(settings: AggregatorSettings | TemplarImportSettings, after: int) -> None:
     """Publish a report of the windows after a given window, read from the chain."""
     store, keys = open_store(settings.store), settings.run.chain_keys
     last = gradients.find_newest_window(store, keys)

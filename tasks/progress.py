@@ -29,6 +29,7 @@ from millrace.gradients.progress_events import (
     GradientAccepted,
     GradientRefused,
     LinkApplied,
+    PayloadConverted,
     QuotaExceeded,
     RosterChanged,
     WindowMerged,
@@ -346,7 +347,7 @@ class WindowProgress(LiveProgress):
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case GradientAccepted():
+            case GradientAccepted() | PayloadConverted():
                 self._received += 1
                 self._add_bytes(event.size)
             case GradientRefused():

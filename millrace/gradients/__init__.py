@@ -16,7 +16,11 @@ from millrace.gradients.settings import (
     WeightsSource,
     WindowOptions,
 )
-from millrace.gradients.templar.settings import TemplarImportSettings, TemplarSource
+from millrace.gradients.templar.settings import (
+    TemplarImportSettings,
+    TemplarOptions,
+    TemplarSource,
+)
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, OuterKind, OuterOptimizer
 from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, Support, Transform
 from millrace.schemas.merge import MergeRule, MergeSettings
@@ -118,6 +122,7 @@ __all__ = [
     "Sender",
     "Support",
     "TemplarImportSettings",
+    "TemplarOptions",
     "TemplarSource",
     "TrainingWindow",
     "Transform",

@@ -12,19 +12,11 @@ from millrace.settings import Duration
 from millrace.storage import StoreSpec
 
 
-class TemplarSource(BaseModel):
-    """Gradients of a Templar run: their buckets, their version and their windows."""
+class TemplarOptions(BaseModel):
+    """Gradients of a Templar run: their version, their windows and their form."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: StoreSpec = Field(
-        description="Bucket with gradients at its root, with credentials to read. It may hold "
-        "those of several workers, as a copy of their buckets does."
-    )
-    worker_stores: dict[int, StoreSpec] = Field(
-        default_factory=dict[int, StoreSpec],
-        description="Buckets of workers that have a bucket of their own, by the workers' numbers.",
-    )
     version: str = Field(description="Version of the workers' program, such as `0.2.80`.")
     first_window: int = Field(
         ge=0, description="Number of the first window. It becomes window 1 of the run."
@@ -57,6 +49,19 @@ class TemplarSource(BaseModel):
                 f"the last window {self.last_window} is before the first, {self.first_window}"
             )
         return self
+
+
+class TemplarSource(TemplarOptions):
+    """Gradients of a Templar run, and their buckets."""
+
+    store: StoreSpec = Field(
+        description="Bucket with gradients at its root, with credentials to read. It may hold "
+        "those of several workers, as a copy of their buckets does."
+    )
+    worker_stores: dict[int, StoreSpec] = Field(
+        default_factory=dict[int, StoreSpec],
+        description="Buckets of workers that have a bucket of their own, by the workers' numbers.",
+    )
 
 
 class TemplarImportSettings(BaseModel):

@@ -108,6 +108,7 @@ ENDS = {
     "aggregate-gradients": "has no link: the run has not begun",
     "campaign": "absent is not complete",
     "cooldown": "Epoch 0 of job has not ended",
+    "import-gradients": "has no link: the run has not begun",
     "prewarm": "Name `root`",
     "release-machines": "has no rental 'fleet'",
     "score-gradients": "has no link: the run has not begun",
@@ -138,6 +139,12 @@ def values(
         "cooldown": {"bucket": both, "job": "job", "epoch": 0, "timeout": "1s"},
         "copy-bucket": {"source": both, "destination": (tmp_path / "backup").as_uri()},
         "delete-gathers": {"bucket": store, "version": "0.2.1"},
+        "import-gradients": {
+            "bucket": store, "run": {"run": "runs/imported"},
+            "templar": {
+                "url": store, "version": "2.1.28", "first_window": 1, "last_window": 2, "k": 64,
+            },
+        },
         "list-machines": rented,
         "prewarm": {"files": [{"bucket": store}]},
         "reap-machines": rented,

@@ -78,11 +78,14 @@ from millrace.gradients import (
     Participant,
     RegistrationSettings,
     RunSettings,
+    TemplarImportSettings,
+    TemplarSource,
     WorkerKey,
     aggregate_run,
     catch_up,
     copy_state,
     find_newest_window,
+    import_templar_run,
     iterate_scores,
     load_newest_state,
     score_run,
@@ -436,6 +439,20 @@ def _templar(site: Site) -> None:
         put(site.open_store(), f"templar/gradient-{window}-{uid}-v2.1.28.pt", body)
 
 
+def _import(site: Site) -> Any:
+    """Make a chain of the gradients of two workers of a Templar run."""
+    settings = TemplarImportSettings(
+        run=RUN.model_copy(update={"run": "runs/imported"}),
+        store=site.make_spec(),
+        initial_weights=InitialWeights(**dict(site.make_spec()), job="first"),
+        templar=TemplarSource(
+            store=site.make_spec("templar"), version="2.1.28", first_window=40, last_window=41, k=64
+        ),
+    )
+    links = import_templar_run(settings, progress=site.hear)
+    return [(link.window, link.step, sorted(link.taken), link.state) for link in links]
+
+
 TEMPLAR = Reach(
     prefixes=("templar/", "templar/gradient-40-"),  # names that the listing of a window shows
     spares=lambda key: key.endswith(("-1-v2.1.28.pt", "-7-v2.1.28.pt")),
@@ -757,6 +774,7 @@ FLOWS: dict[str, Flow] = {
         Flow("aggregate-gradients", WORKER, _first, _aggregate, GRADIENTS, count=20),
         Flow("catch-up", WORKER, _merged, _catch_up, CHAIN),
         Flow("score-gradients", WORKER, _merged, _score, CHAIN),
+        Flow("import-gradients", FOREIGN, _templar, _import, TEMPLAR),
         Flow("follow-chain", "aggregator", _merged, _follow, AGGREGATOR, count=4),
         Flow("rent-machines", HOST, _nothing, renting.provision, RENTED),
         Flow("reap-machines", HOST, _nothing, renting.reap_instances, RENTED),
