@@ -22,7 +22,8 @@ from millrace.digest import (
 from millrace.errors import ConfigurationError
 
 MIN_PIECE_SIZE = 1 << 20
-MAX_PIECE_SIZE = 4 << 20
+MAX_PIECE_SIZE = 64 << 20
+_MAX_DEFAULT_SIZE = 4 << 20
 _WANTED_PIECES = 2000  # pieces of a run, about, if the piece size is not given
 _MAX_SHARED_FILES = 32  # files in one piece at most
 _LONGEST_NAME = 255  # bytes of a file name, the limit of common file systems
@@ -154,7 +155,8 @@ def build_catalogue(files: Iterable[File], piece_size: int | None = None) -> Cat
     _check_paths(files)
     if piece_size is None:
         wanted = sum(file.size for file in files) // _WANTED_PIECES
-        piece_size = min(MAX_PIECE_SIZE, max(MIN_PIECE_SIZE, 1 << max(0, wanted - 1).bit_length()))
+        power = 1 << max(0, wanted - 1).bit_length()
+        piece_size = min(_MAX_DEFAULT_SIZE, max(MIN_PIECE_SIZE, power))
     listing = json.dumps([piece_size, *map(_to_row, files)])
     name = get_hex(compute_digest(listing.encode()))[:16]
     return Catalogue(name, files, piece_size, tuple(_cut_pieces(files, piece_size)))

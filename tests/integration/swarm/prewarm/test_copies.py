@@ -24,6 +24,15 @@ def test_every_node_gets_every_file_and_each_byte_leaves_the_store_once(store, n
     assert sum(node.from_peers for node in report.nodes) == 2 * size
 
 
+def test_pieces_of_64_mib_are_copied(store, nodes):
+    body = os.urandom(1 << 20) * 70
+    store.put("pieces/large.bin", body)
+    settings = make_settings(store, nodes[:2], piece_size=64 * MIB, **below("pieces"))
+    report = prewarm(settings)
+    assert all(read_files(node.root) == {"large.bin": body} for node in nodes[:2])
+    assert report.store_bytes == len(body)
+
+
 def test_a_second_run_reads_nothing(store, nodes):
     contents = fill(store, "twice")
     settings = make_settings(store, nodes, **below("twice"))
