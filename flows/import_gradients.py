@@ -4,49 +4,14 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field
 
 from flows.aggregate_gradients import InitialWeightsInput
-from millrace.gradients import (
-    RunSettings,
-    TemplarImportSettings,
-    TemplarOptions,
-    TemplarSource,
-)
+from millrace.gradients import RunSettings, TemplarImportSettings
 from millrace.storage import Right
 from tasks.forms import draw_form
-from tasks.locations import (
-    BucketLocation,
-    InputLocation,
-    check_right,
-    make_store_spec,
-)
+from tasks.locations import BucketLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, find_newest_window, import_windows, report_windows
-
-
-class TemplarWorkerBucket(BaseModel):
-    """A Templar worker that has a bucket of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    uid: int = Field(title="Number", ge=0, description="Number of the worker.")
-    bucket: BucketLocation = Field(
-        description="A Millrace Bucket block with read credentials, its name, or a URL."
-    )
-
-
-class TemplarInput(InputLocation, TemplarOptions):
-    """Gradients of a Templar run, at the root of a bucket."""
-
-    worker_buckets: tuple[TemplarWorkerBucket, ...] = Field(
-        default=(), description="Workers that have a bucket of their own."
-    )
-
-    def make_source(self) -> TemplarSource:
-        """Return the gradients as the engine takes them."""
-        options = {name: getattr(self, name) for name in TemplarOptions.model_fields}
-        stores = {one.uid: make_store_spec(one.bucket, Right.READ) for one in self.worker_buckets}
-        return TemplarSource(store=self.make_spec(), worker_stores=stores, **options)
+from tasks.templar import TemplarInput
 
 
 def make_run_name() -> str:
@@ -85,7 +50,7 @@ def import_gradients(
         initial_weights=initial_weights and initial_weights.make_initial_weights(),
     )
     check_right(bucket, Right.WRITE, run.chain_keys.job)
-    check_right(templar.location, Right.READ, templar.prefix)
+    check_right(templar.bucket, Right.READ)
     after = find_newest_window(settings)
     try:
         return import_windows(settings, after)

@@ -12,10 +12,9 @@ from blocks import VastCredentials
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.swarm import (
-    CacheCheck,
     Host,
     Hosts,
-    LimitSettings,
+    PrewarmOptions,
     PrewarmReport,
     PrewarmSettings,
     RayNodes,
@@ -73,6 +72,10 @@ class FilesRequest(InputLocation):
         le=0o777,
         description="Permission bits of the files, as a decimal number: 420 is `rw-r--r--`.",
     )
+    owner: tuple[int, int] | None = Field(
+        default=None,
+        description="User id and group id of the files: `[1000, 1000]`. Needs root on the nodes.",
+    )
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
@@ -92,6 +95,7 @@ class FilesRequest(InputLocation):
             unpack=self.unpack,
             into=self.into,
             mode=self.mode,
+            owner=self.owner,
             sha256=self.sha256,
         )
 
@@ -128,26 +132,6 @@ class RentedMachines(BaseModel):
     def find_hosts(self) -> Hosts:
         """Return the engine's settings of the nodes."""
         return find_node_hosts(self.rental, self.bucket, self.vast)
-
-
-class PrewarmOptions(BaseModel):
-    """Checks, and limits on concurrent work."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    cache_check: CacheCheck = Field(
-        default=CacheCheck.SAMPLED,
-        description="Check of files from an earlier run: by `sampled` digests, or by the digests "
-        "of all bytes (`full`).",
-    )
-    min_node_share: float = Field(
-        title="Least share of nodes",
-        default=0.5,
-        gt=0.0,
-        le=1.0,
-        description="Least share of the nodes that must live. With fewer nodes, the run fails.",
-    )
-    limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
 
 
 def make_run_name() -> str:
@@ -189,22 +173,19 @@ def prewarm(
         root: Folder on every node of a Ray cluster; `$NAME` is replaced from the environment of the
             node. Rented machines and hosts with an agent have their own folders.
         cluster: Machines: those of a Ray cluster, rented ones, or hosts with an agent.
-        options: Checks, and limits on concurrent work.
+        options: Checks, limits and timeouts.
     """
     if not files:
         raise ConfigurationError("Name at least one location that files come from.")
     if root is None and isinstance(cluster, RayNodes):
         raise ConfigurationError("Name `root`: the folder on the nodes of the Ray cluster.")
-    options = options or PrewarmOptions()
     settings = PrewarmSettings(
         requests=tuple(each.make_request(str(i)) for i, each in enumerate(files)),
         stores={str(i): each.make_spec() for i, each in enumerate(files)},
         mirrors={str(i): each.make_mirror_specs() for i, each in enumerate(files)},
         root=None if root is None else Path(root),
         nodes=cluster if isinstance(cluster, RayNodes) else cluster.find_hosts(),
-        check=options.cache_check,
-        min_node_share=options.min_node_share,
-        limits=options.limits,
+        **(options or PrewarmOptions()).model_dump(),
     )
     for each in files:
         check_right(each.location, Right.READ, each.prefix)

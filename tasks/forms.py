@@ -31,8 +31,10 @@ from millrace.rentals import MachineSettings, OfferRequest, Program
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
 from millrace.settings_values import make_plain
+from millrace.swarm import PrewarmOptions
 from tasks.locations import SourceInput
 from tasks.sharding import ShardingMachinesInput
+from tasks.templar import TemplarInput
 
 F = TypeVar("F", bound="Flow[..., Any]")
 
@@ -41,12 +43,14 @@ ADVANCED = "advanced"
 
 _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
     OfferRequest: frozenset({"gpu"}),
+    PrewarmOptions: frozenset({"check", "min_node_share"}),
     Program: frozenset(),
     MachineSettings: frozenset({"machines"}),
     Rule: frozenset({"older_than", "name"}),
     RunOptions: frozenset({"window_length", "steps"}),
     RunSettings: frozenset({"window_length", "steps", "windows"}),
     ShardingMachinesInput: frozenset({"extras", "machines", "vast"}),
+    TemplarInput: frozenset(),
     SourceInput: frozenset({"bucket", "columns", "include", "kind", "prefix", "url"}),
 }
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""

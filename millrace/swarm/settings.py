@@ -233,27 +233,11 @@ class Hosts(_Settings):
         return self
 
 
-class PrewarmSettings(_Settings):
-    """Files to put on every node of a cluster."""
+class PrewarmOptions(_Settings):
+    """Checks, limits and timeouts of a prewarm."""
 
-    requests: tuple[Request, ...] = Field(min_length=1, description="Files to put on every node.")
-    stores: dict[str, StoreSpec] = Field(
-        min_length=1, description="Stores by the names that requests use."
-    )
-    mirrors: dict[str, list[StoreSpec]] = Field(
-        default_factory=dict[str, list[StoreSpec]],
-        description="Mirrors by the names of their stores. Nodes read an object also from mirrors "
-        "where it has the same ETag. The store itself must answer when the run starts.",
-    )
-    root: Path | None = Field(
-        default=None,
-        description="Folder on every node of a Ray cluster. Nothing is written outside of it. "
-        "Agents of hosts have their own folders.",
-    )
-    nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
-        default=RayNodes(), description="Nodes of the cluster."
-    )
     check: CacheCheck = Field(
+        title="Check of present files",
         default=CacheCheck.SAMPLED,
         description="Check of files from an earlier run: by `sampled` digests, or by the digests "
         "of all bytes (`full`).",
@@ -287,6 +271,28 @@ class PrewarmSettings(_Settings):
     )
     unpacked_members: int = Field(
         default=1_000_000, ge=1, description="Largest number of files in an archive."
+    )
+
+
+class PrewarmSettings(PrewarmOptions):
+    """Files to put on every node of a cluster."""
+
+    requests: tuple[Request, ...] = Field(min_length=1, description="Files to put on every node.")
+    stores: dict[str, StoreSpec] = Field(
+        min_length=1, description="Stores by the names that requests use."
+    )
+    mirrors: dict[str, list[StoreSpec]] = Field(
+        default_factory=dict[str, list[StoreSpec]],
+        description="Mirrors by the names of their stores. Nodes read an object also from mirrors "
+        "where it has the same ETag. The store itself must answer when the run starts.",
+    )
+    root: Path | None = Field(
+        default=None,
+        description="Folder on every node of a Ray cluster. Nothing is written outside of it. "
+        "Agents of hosts have their own folders.",
+    )
+    nodes: Annotated[RayNodes | Hosts, Field(discriminator="kind")] = Field(
+        default=RayNodes(), description="Nodes of the cluster."
     )
 
     @model_validator(mode="after")

@@ -142,7 +142,7 @@ def values(
         "import-gradients": {
             "bucket": store, "run": {"run": "runs/imported"},
             "templar": {
-                "url": store, "version": "2.1.28", "first_window": 1, "last_window": 2, "k": 64,
+                "bucket": store, "version": "2.1.28", "first_window": 1, "last_window": 2, "k": 64,
             },
         },
         "list-machines": rented,

@@ -109,6 +109,7 @@ def drive(cluster: RayCluster, store: Store, root: str, code: str, **request: An
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.soak  # the guide to the swarm runs a task on each node
 def test_the_node_of_each_task_and_actor_has_its_files(ray_cluster, store):
     body = os.urandom(5 << 20)
     store.put("model.bin", body)
