@@ -40,7 +40,7 @@ from millrace.datasets.formats import Fields, FieldType, open_format
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest, hash_blocks
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.records import commit_once
 from millrace.schemas.dataset import (
     CommittedShard,
@@ -93,7 +93,7 @@ def write_dataset(store: Store, name: str, work: str, size: int) -> tuple[list[s
 
     def close() -> None:
         body = bytes(encoder.close())
-        shard_name = ShardName("train-00000", len(described))
+        shard_name = CommitName("train-00000", len(described))
         key = keys.make_shard_key(chosen.name, "train", shard_name, chosen.extension)
         put(store, key, body)
         own: dict[str, Any] = {

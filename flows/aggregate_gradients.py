@@ -18,7 +18,7 @@ from millrace.gradients import (
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
-from tasks.merging import AggregationResult, find_newest_window, merge_windows, report_windows
+from tasks.merging import AggregationResult, find_newest_window, report_windows, run_aggregator
 
 
 class WorkerBucket(BaseModel):
@@ -102,7 +102,7 @@ def aggregate_gradients(
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
     after = find_newest_window(settings)
     try:
-        done = merge_windows(settings, after)
+        done = run_aggregator(settings, after)
     except HeldError as error:  # one aggregator is enough; Prefect returns None to a caller
         return Completed(message=str(error))  # pyright: ignore[reportReturnType] - Prefect's way
     except BaseException:

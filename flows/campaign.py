@@ -63,7 +63,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
         train(plan, training)
         if publish is not None:
             step = campaigns.ensure_final_weights_saved(training, make_aggregator(plan, training))
-            source = CheckpointInput(bucket=plan.bucket, job=training.run.chain_keys.job, step=step)
+            source = CheckpointInput(bucket=plan.bucket, job=training.weights_job, step=step)
             save_checkpoint(source, publish.job, publish.bucket, publish.hub)
 
 
@@ -89,7 +89,7 @@ def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: Campa
     """Merge the windows of an epoch, and end the epoch."""
     campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
     if campaign_tasks.read_training_progress(training).needs_cooldown(training, epoch):
-        job, timeout = training.keys.job, training.cooldown_timeout
+        job, timeout = training.epoch_job, training.cooldown_timeout
         with campaign_tasks.tolerate(UnavailableError, "The training goes on without a checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
 
@@ -113,7 +113,7 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
             with campaign_tasks.tolerate(MillraceError, "Workers read the store themselves"):
                 data = training.dataset
                 files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
-                files.append(FilesRequest(bucket=bucket, checkpoint=training.run.chain_keys.job))
+                files.append(FilesRequest(bucket=bucket, checkpoint=training.weights_job))
                 prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor

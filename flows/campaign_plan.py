@@ -11,7 +11,7 @@ from flows.aggregate_gradients import InitialWeightsInput
 from millrace import datasets
 from millrace.campaigns import (
     Campaign,
-    LocalWorkerSettings,
+    LocalWorkerOptions,
     RentedWorkerOptions,
     Training,
     TrainingOptions,
@@ -87,8 +87,8 @@ class TrainingSettings(TrainingOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
     initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")
-    machines: RentedWorkerSettings | LocalWorkerSettings = Field(
-        default=LocalWorkerSettings(), description="Machines on which the workers run."
+    machines: RentedWorkerSettings | LocalWorkerOptions = Field(
+        default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
 
 
@@ -166,7 +166,7 @@ class CampaignPlan(_PlanModel):
             ConfigurationError: There is no such block, or the workers' folder is temporary.
         """
         machines = self.training.machines if self.training else None
-        if isinstance(machines, LocalWorkerSettings):
+        if isinstance(machines, LocalWorkerOptions):
             refuse_temporary(Path(machines.folder))
         return self.model_copy(update={"bucket": require_location(self.bucket)})
 

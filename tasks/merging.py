@@ -63,7 +63,7 @@ def ensure_run_begun(settings: AggregatorSettings) -> None:
 
 
 @retried_task
-def merge_windows(settings: AggregatorSettings, after: int) -> AggregationResult:
+def run_aggregator(settings: AggregatorSettings, after: int) -> AggregationResult:
     """Merge the windows after a given window. A later run continues after a kill or a cancellation.
 
     Call this task, do not submit it: a task in another thread cannot be cancelled.

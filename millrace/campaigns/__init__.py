@@ -18,7 +18,7 @@ from millrace.campaigns.progress import (
     merge_epoch,
     read_training_progress,
 )
-from millrace.campaigns.settings import LocalWorkerSettings, RentedWorkerOptions, TrainingOptions
+from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.summary import CampaignSummary, summarize_campaign
 from millrace.campaigns.workers import (
     CampaignWorkers,
@@ -31,8 +31,8 @@ __all__ = [
     "Campaign",
     "CampaignSummary",
     "CampaignWorkers",
+    "LocalWorkerOptions",
     "LocalWorkerProcesses",
-    "LocalWorkerSettings",
     "MergedWindows",
     "RentedWorkerOptions",
     "RunAggregator",

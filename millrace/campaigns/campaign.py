@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
-from millrace.campaigns.settings import LocalWorkerSettings, RentedWorkerOptions, TrainingOptions
+from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
@@ -42,6 +42,16 @@ class Training:
         return CampaignKeys(self.campaign)
 
     @property
+    def epoch_job(self) -> str:
+        """Job of the checkpoints that epochs end with, which the workers save."""
+        return self.keys.job
+
+    @property
+    def weights_job(self) -> str:
+        """Job of the checkpoints of the run's weights, which the aggregator saves."""
+        return self.run.chain_keys.job
+
+    @property
     def last_window(self) -> int:
         """Number of the last window of the run."""
         return self.find_last_window(self.options.epochs - 1)
@@ -69,7 +79,7 @@ class Training:
     def worker_settings(self) -> SharedWorkerSettings:
         """Settings that all workers share."""
         options, machines = self.options, self.options.machines
-        is_local = isinstance(machines, LocalWorkerSettings)
+        is_local = isinstance(machines, LocalWorkerOptions)
         return SharedWorkerSettings(
             campaign=self.campaign,
             workers=options.workers,

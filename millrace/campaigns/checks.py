@@ -7,7 +7,7 @@ from millrace import cluster, gradients
 from millrace.campaigns.campaign import Training
 from millrace.campaigns.committed_training import check_committed_training
 from millrace.campaigns.progress import read_training_progress
-from millrace.campaigns.settings import LocalWorkerSettings
+from millrace.campaigns.settings import LocalWorkerOptions
 from millrace.campaigns.worker import check_local_command, check_repository_command
 from millrace.errors import NotFoundError
 from millrace.gradients import InitialWeights
@@ -57,7 +57,7 @@ def _check_weights(weights: InitialWeights) -> None:
 def _check_command(training: Training) -> None:
     """Refuse a command that cannot run here, or on a machine that clones its repository."""
     machines = training.options.machines
-    if isinstance(machines, LocalWorkerSettings):
+    if isinstance(machines, LocalWorkerOptions):
         check_local_command(training.options.command, Path(machines.folder))
     else:
         check_repository_command(training.options.command, machines)

@@ -21,7 +21,7 @@ from millrace.campaigns.progress_events import (
     LocalWorkerLate,
     LocalWorkerPrinted,
 )
-from millrace.campaigns.settings import LocalWorkerSettings
+from millrace.campaigns.settings import LocalWorkerOptions
 from millrace.campaigns.worker import (
     make_worker_environment,
     make_worker_path,
@@ -47,7 +47,7 @@ class LocalWorkerProcesses:
 
     def __init__(self, training: Training, *, progress: Progress = ignore_event) -> None:
         machines = training.options.machines
-        assert isinstance(machines, LocalWorkerSettings)
+        assert isinstance(machines, LocalWorkerOptions)
         self._training, self._folder = training, machines.folder
         self._environment = {
             **os.environ, "PATH": make_worker_path(),

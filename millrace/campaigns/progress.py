@@ -67,7 +67,7 @@ None means that another process aggregates the run: the flow then ends as comple
 
 def read_training_progress(training: Training) -> TrainingProgress:
     """Return the progress of a training."""
-    store, job = open_store(training.write_store), training.keys.job
+    store, job = open_store(training.write_store), training.epoch_job
     epochs = range(training.options.epochs)
     ended = frozenset(each for each in epochs if read_epoch_end(store, job, each) is not None)
     return TrainingProgress(gradients.find_newest_window(store, training.run.chain_keys), ended)
@@ -107,7 +107,7 @@ def ensure_final_weights_saved(training: Training, aggregate: RunAggregator) -> 
         )
     step = gradients.read_link(store, keys, training.last_window).step
     try:
-        read_checkpoint(store, keys.job, step)
+        read_checkpoint(store, training.weights_job, step)
     except (NotFoundError, CorruptError):
         _merge_until(training, training.last_window, aggregate)
     return step

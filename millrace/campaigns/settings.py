@@ -53,7 +53,7 @@ class RentedWorkerOptions(CodeRepository):
     )
 
 
-class LocalWorkerSettings(BaseModel):
+class LocalWorkerOptions(BaseModel):
     """The workers as processes of the machine that runs the campaign."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,8 +79,8 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     )
     initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
     workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
-    machines: RentedWorkerOptions | LocalWorkerSettings = Field(
-        default=LocalWorkerSettings(), description="Machines on which the workers run."
+    machines: RentedWorkerOptions | LocalWorkerOptions = Field(
+        default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
     join_timeout: Duration = Field(
         default=timedelta(hours=1),
@@ -105,8 +105,8 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     @field_validator("machines")
     @classmethod
     def _check_offer(
-        cls, machines: RentedWorkerOptions | LocalWorkerSettings, info: ValidationInfo
-    ) -> RentedWorkerOptions | LocalWorkerSettings:
+        cls, machines: RentedWorkerOptions | LocalWorkerOptions, info: ValidationInfo
+    ) -> RentedWorkerOptions | LocalWorkerOptions:
         if isinstance(machines, RentedWorkerOptions):
             check_offer_id(
                 machines.request,

@@ -95,7 +95,7 @@ def _add_training(found: CampaignSummary, store: Store, training: Training) -> C
         return found
     found = _add_windows(found, list(gradients.iterate_links(store, run.chain_keys)))
     reported = read_median_metric(store, run.gradient_keys, training.uids, "loss", until=last + 1)
-    epochs, job = range(training.options.epochs), training.keys.job
+    epochs, job = range(training.options.epochs), training.epoch_job
     ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
     return replace(
         found,

@@ -50,7 +50,7 @@ class _JoinedWorkers:
         self._store = open_store(training.read_store, make_folder=False)
         write_store = open_store(training.write_store)
         clock = StoreClock.read(write_store, training.campaign, Holder.describe_this_process())
-        self._census = make_census(self._store, training.keys.job, clock)
+        self._census = make_census(self._store, training.epoch_job, clock)
         self._started_at = find_term_start(write_store, training.keys.lease)
 
     def find(self) -> set[str]:

@@ -89,7 +89,7 @@ class DatasetPlanner:
                 (
                     keys.shards,
                     keys.quarantined,
-                    keys.sample_lists,
+                    keys.partition_notes,
                     keys.transforms,
                     make_lease_prefix(keys.dataset),
                 ),
@@ -118,7 +118,7 @@ class DatasetPlanner:
         except errors.CorruptError as error:
             tally.kept[f"{keys.dataset}: {error}"] += 1
             return
-        for prefix in (keys.shards, keys.quarantined, keys.sample_lists, keys.transforms):
+        for prefix in (keys.shards, keys.quarantined, keys.partition_notes, keys.transforms):
             for stat in list_objects(self.store, prefix, exact=True):
                 rule_index = self.matcher.find_orphan_rule(
                     CleanupKind.DATASET_ORPHANS, stat, keys.dataset

@@ -84,7 +84,7 @@ def shard_all_partitions(
         if execution.ray:
             with connect_pool(execution.ray, execution.workers) as pool:
                 _Driver(pool, pending, leases, progress).run()
-        elif workers := min(execution.count_workers(), max(1, len(jobs))):
+        elif workers := min(execution.count_workers(), max(1, len(jobs.partitions))):
             with ProcessPool(workers) as pool:
                 _Driver(pool, pending, leases, progress).run()
         else:
@@ -244,7 +244,7 @@ class _Driver:
                 self._progress(event)
                 worker.acknowledge(number)
             case {"ended": end}:
-                PartitionEnd.model_validate(end)
+                PartitionEnd.model_validate(end)  # raises for a damaged message
                 _, lease = worker.finish()
                 self._leases.heartbeat.release(lease)
             case {"failed": [kind, text]}:

@@ -153,7 +153,7 @@ class _HeldDataset:
         """Yield the objects that no record names."""
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
-        prefixes = [keys.shards, keys.quarantined, keys.sample_lists, keys.transforms]
+        prefixes = [keys.shards, keys.quarantined, keys.partition_notes, keys.transforms]
         is_complete = exists(self.store, keys.manifest)
         if is_complete:
             prefixes.append(make_lease_prefix(keys.dataset))

@@ -35,7 +35,7 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.sample import BadRow, Row, RowBatch
 from millrace.datasets.transforms import TransformedSource
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.progress import Progress
 from millrace.records import commit_once, commit_same, fetch
 from millrace.schemas.dataset import (
@@ -135,6 +135,8 @@ class _PartitionWriter:
 
     def write_rows(self, source: TransformedSource) -> None:
         """Write all rows from the first position on. The last commit may still be uploading."""
+        # A source that is not reproducible must not have rows of several samples. `_add_row`
+        # refuses such rows, and `_add_batch` does not.
         takes_batches = self._pending.shards.takes_batches and self._uploader.is_reproducible
         iterate = source.iterate_batches if takes_batches else source.iterate_rows
         rows = iterate(self._uploader.partition.source_range, *self._position)
@@ -168,7 +170,7 @@ class _PartitionWriter:
                 self._move_on(batch.get_position(added - 1))
                 batch = batch.slice(added, len(batch))
             else:
-                self._upload()
+                self._start_next_commit()
 
     def _add_row(self, row: Row) -> None:
         """Add a sample, or quarantine a row that makes none.
@@ -187,7 +189,7 @@ class _PartitionWriter:
         if not isinstance(row, BadRow):
             try:
                 if not self._pending.shards.add(row, self._layout.shard_bytes):
-                    self._upload()
+                    self._start_next_commit()
                     self._pending.shards.add(row, self._layout.shard_bytes)
             except BadSampleError as error:
                 row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
@@ -210,9 +212,9 @@ class _PartitionWriter:
             )
         is_full = pending.shards.samples >= self._layout.shard_samples
         if is_full or pending.bad_bytes >= _MAX_BAD_BYTES:
-            self._upload()
+            self._start_next_commit()
 
-    def _upload(self) -> None:
+    def _start_next_commit(self) -> None:
         self._pending = self._uploader.upload(self._pending)
 
 
@@ -228,7 +230,7 @@ class _PendingCommit:
     """Rows of the next commit: the shards that are being encoded, and the quarantined rows.
 
     Attributes:
-        name: Name of the shards.
+        name: Name of the commit.
         shards: One shard of each format.
         start_position: Cursor and `skip` of the first row.
         next_position: Cursor and `skip` after the last row.
@@ -237,7 +239,7 @@ class _PendingCommit:
         is_halfway: Whether a shard has reached half of its largest size.
     """
 
-    name: ShardName
+    name: CommitName
     shards: ShardSet
     start_position: tuple[int, int]
     next_position: tuple[int, int]
@@ -322,7 +324,7 @@ class _ShardUploader:
         shards = self._free.get()
         self._raise_fault()
         self.position = position
-        name = ShardName(self.partition.name, self.commit_count)
+        name = CommitName(self.partition.name, self.commit_count)
         return _PendingCommit(name, shards, position, position)
 
     def upload(self, pending: _PendingCommit) -> _PendingCommit:
@@ -345,15 +347,15 @@ class _ShardUploader:
 
     def _submit(self, pending: _PendingCommit) -> Future[None]:
         self.commit_count += 1
-        put = self._upload_pool.submit(self._upload, pending)
-        return self._commit_pool.submit(self._commit_or_record_fault, pending, put)
+        uploaded = self._upload_pool.submit(self._upload_commit, pending)
+        return self._commit_pool.submit(self._commit_or_record_fault, pending, uploaded)
 
     def _raise_fault(self) -> None:
         """Raise the first fault, in the order of the commits. Each later call raises it again."""
         if self._fault is not None:
             raise self._fault
 
-    def _upload(self, pending: _PendingCommit) -> ShardCommit:
+    def _upload_commit(self, pending: _PendingCommit) -> ShardCommit:
         name, samples = pending.name, pending.shards.samples
         shards: list[CommittedShard] = []
         if samples:
@@ -443,15 +445,17 @@ class _ShardUploader:
         if commit.quarantine_key is not None and not exists(self._store, commit.quarantine_key):
             self._upload_quarantine(pending)
 
-    def _commit_or_record_fault(self, pending: _PendingCommit, put: Future[ShardCommit]) -> None:
+    def _commit_or_record_fault(
+        self, pending: _PendingCommit, uploaded: Future[ShardCommit]
+    ) -> None:
         try:
             if self._fault is None:  # after a failed commit, a later one would leave a gap
-                self._commit(pending, put.result())
+                self._commit(pending, uploaded.result())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that reads
             self._fault = error
         finally:
-            if not put.cancel():
-                wait((put,))  # after a fault, the upload may still read the buffers
+            if not uploaded.cancel():
+                wait((uploaded,))  # after a fault, the upload may still read the buffers
             try:
                 pending.shards.reset()
             finally:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict
@@ -70,7 +70,7 @@ class PartitionJob(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionJobs(Sequence[PartitionJob]):
+class PartitionJobs:
     """Jobs of the partitions of a plan. Each job is made when needed, since there may be very many.
 
     Attributes:
@@ -80,18 +80,6 @@ class PartitionJobs(Sequence[PartitionJob]):
 
     make: Callable[[Partition], PartitionJob]
     partitions: Sequence[Partition]
-
-    def __len__(self) -> int:
-        return len(self.partitions)
-
-    @overload
-    def __getitem__(self, index: int) -> PartitionJob: ...
-    @overload
-    def __getitem__(self, index: slice) -> "PartitionJobs": ...
-    def __getitem__(self, index: int | slice) -> "PartitionJob | PartitionJobs":
-        if isinstance(index, slice):
-            return PartitionJobs(self.make, self.partitions[index])
-        return self.make(self.partitions[index])
 
 
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:

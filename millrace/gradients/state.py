@@ -72,7 +72,7 @@ class WeightState:
 
     def digest(self) -> str:
         """Return the digest of the tensors' digests. Equal states have equal digests."""
-        return combine_digests(self.compute_digests())
+        return combine_tensor_digests(self.compute_digests())
 
     def compute_digests(self) -> dict[str, str]:
         """Return the digest of each tensor's shape and bytes, by its name in the state."""
@@ -91,7 +91,7 @@ class WeightState:
         return dict(zip(names, digests, strict=True))
 
 
-def combine_digests(digests: Mapping[str, str]) -> str:
+def combine_tensor_digests(digests: Mapping[str, str]) -> str:
     """Return the digest of weights from the results of `WeightState.compute_digests`."""
     return compute_digest(dump_canonical_json(dict(digests)))
 

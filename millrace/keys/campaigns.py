@@ -56,7 +56,11 @@ class CampaignKeys:
 
     @property
     def committed_training(self) -> str:
-        """Key of the settings of the training that cannot change: created once."""
+        """Key of the settings of the training that cannot change: created once.
+
+        The object is ``campaign/plan.json``. Its record is a `CommittedTraining`, and has the kind
+        ``campaign-training``.
+        """
         return f"{self.name}{_PLAN_OF_CAMPAIGN}"
 
     def list_read_prefixes(self) -> list[str]:

@@ -30,8 +30,8 @@ _PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
 _SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
 _MEMBER_INDEX = re.compile(r"[0-9]{5,}-members\.jsonl")
 _FILE_DIGESTS = re.compile(r"digests-[0-9a-f]{32}\.json")
-_SHARD = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
-_STORED_SHARD = re.compile(rf"{_SHARD.pattern}(?:-[0-9a-f]{{16}})?")
+_COMMIT_NAME = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
+_STORED_SHARD = re.compile(rf"{_COMMIT_NAME.pattern}(?:-[0-9a-f]{{16}})?")
 
 
 def make_partition_name(split: str, number: int) -> str:
@@ -95,11 +95,11 @@ def parse_seek_point(prefix: str, key: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardName:
-    """Name of a commit and of its shards, one of each format, such as ``train-00007-000012``.
+class CommitName:
+    """Name of a commit and of its shards, such as ``train-00007-000012``.
 
     Attributes:
-        partition: Name of the shard's partition.
+        partition: Name of the partition.
         number: Number of the commit within its partition.
     """
 
@@ -110,9 +110,9 @@ class ShardName:
         return f"{self.partition}-{self.number:06d}"
 
     @classmethod
-    def parse(cls, stem: str) -> "ShardName | None":
+    def parse(cls, stem: str) -> "CommitName | None":
         """Parse a name such as ``train-00007-000012``; return None for any other text."""
-        match = _SHARD.fullmatch(stem)
+        match = _COMMIT_NAME.fullmatch(stem)
         return cls(match["partition"], int(match["number"])) if match else None
 
 
@@ -175,8 +175,8 @@ class DatasetKeys:
         return f"{self.dataset}/block_digests.bin"
 
     @property
-    def sample_lists(self) -> str:
-        """Prefix of the sample lists, the seek points, the indexes of tar files and the digests."""
+    def partition_notes(self) -> str:
+        """Prefix of the sample lists, seek points, indexes of tar files, and digests of files."""
         return f"{self.dataset}/partitions/"
 
     @property
@@ -206,7 +206,7 @@ class DatasetKeys:
             partition: Name of the partition.
             digest: Digest of the list. The key has its first 16 digits.
         """
-        return f"{self.sample_lists}{partition}-{get_hex(digest)[:16]}.jsonl"
+        return f"{self.partition_notes}{partition}-{get_hex(digest)[:16]}.jsonl"
 
     def make_transform_key(self, digest: str, extension: str) -> str:
         """Return the key of the code or the tokenizer of a transform.
@@ -223,7 +223,7 @@ class DatasetKeys:
         Args:
             file_index: Index of the file in the source's listing.
         """
-        return f"{self.sample_lists}{file_index:05d}-"
+        return f"{self.partition_notes}{file_index:05d}-"
 
     def make_member_index_key(self, file_index: int) -> str:
         """Return the key of the index of a tar file's members.
@@ -231,7 +231,7 @@ class DatasetKeys:
         Args:
             file_index: Index of the file in the source's listing.
         """
-        return f"{self.sample_lists}{file_index:05d}-members.jsonl"
+        return f"{self.partition_notes}{file_index:05d}-members.jsonl"
 
     def make_file_digests_key(self, name: str) -> str:
         """Return the key of the digests of a source file.
@@ -239,17 +239,17 @@ class DatasetKeys:
         Args:
             name: 32 hexadecimal digits that name the file, its location and its version.
         """
-        return f"{self.sample_lists}digests-{name}.json"
+        return f"{self.partition_notes}digests-{name}.json"
 
     def is_seek_point_or_index(self, key: str) -> bool:
         """Decide whether a key is that of a seek point, or of the index of a tar file."""
-        name = key.removeprefix(self.sample_lists)
+        name = key.removeprefix(self.partition_notes)
         found = _SEEK_POINT.fullmatch(name) or _MEMBER_INDEX.fullmatch(name)
         return name != key and found is not None
 
     def is_file_digests(self, key: str) -> bool:
         """Decide whether a key is that of the digests of a source file."""
-        name = key.removeprefix(self.sample_lists)
+        name = key.removeprefix(self.partition_notes)
         return name != key and _FILE_DIGESTS.fullmatch(name) is not None
 
     def make_shards_prefix(self, shard_format: str, split: str) -> str:
@@ -260,14 +260,14 @@ class DatasetKeys:
         return f"{self.shards}{shard_format}/{split}/"
 
     def make_shard_key(
-        self, shard_format: str, split: str, name: ShardName, extension: str, digest: str = ""
+        self, shard_format: str, split: str, name: CommitName, extension: str, digest: str = ""
     ) -> str:
         """Return the key of a shard.
 
         Args:
             shard_format: Format of the shard.
             split: Split of the samples.
-            name: Name of the shard.
+            name: Name of the commit.
             extension: Extension of the format.
             digest: Digest of the shard, if another run may make other bytes of the same rows. The
                 key has its first 16 digits.
@@ -275,8 +275,8 @@ class DatasetKeys:
         prefix = self.make_shards_prefix(shard_format, split)
         return f"{prefix}{name}{_make_suffix(digest)}.{extension}"
 
-    def make_commit_key(self, name: ShardName) -> str:
-        """Return the key of a shard's commit."""
+    def make_commit_key(self, name: CommitName) -> str:
+        """Return the key of a commit."""
         return f"{self.commits}{name}.json"
 
     def make_commits_prefix(self, partition: str) -> str:
@@ -287,24 +287,24 @@ class DatasetKeys:
         """Return the key of a partition's end record."""
         return f"{self.commits}{partition}-end.json"
 
-    def make_quarantine_key(self, name: ShardName, digest: str = "") -> str:
-        """Return the key of the quarantined rows of a shard.
+    def make_quarantine_key(self, name: CommitName, digest: str = "") -> str:
+        """Return the key of the quarantined rows of a commit.
 
         Args:
-            name: Name of the shard.
+            name: Name of the commit.
             digest: Digest of the object, if another run may quarantine other rows.
         """
         return f"{self.quarantined}{name}{_make_suffix(digest)}.jsonl"
 
-    def parse_commit(self, key: str) -> "ShardName | None":
-        """Return the shard whose commit has this key; None for other keys."""
+    def parse_commit(self, key: str) -> "CommitName | None":
+        """Return the name of the commit that has this key; None for other keys."""
         stem = key.removeprefix(self.commits)
         if stem == key or not stem.endswith(".json"):
             return None
-        return ShardName.parse(stem.removesuffix(".json"))
+        return CommitName.parse(stem.removesuffix(".json"))
 
     def is_shard_or_quarantine(self, key: str) -> bool:
-        """Decide whether a key is that of a shard, or of the quarantined rows of a shard."""
+        """Decide whether a key is that of a shard, or of the quarantined rows of a commit."""
         stem = key.rpartition("/")[2].rpartition(".")[0]
         is_below = key.startswith((self.shards, self.quarantined))
         return is_below and _STORED_SHARD.fullmatch(stem) is not None

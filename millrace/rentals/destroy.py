@@ -13,14 +13,15 @@ from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import Store
 
 LISTING_LAG = 180.0
-"""Seconds in which a listing may lack the machine of a create request without an answer.
+"""Seconds in which a listing may lack a machine, from its create request or its takeover on.
 
-The owner measures them from its request on.
+The owner measures them by its own clock.
 """
 LEDGER_LISTING_LAG = timedelta(minutes=10)
 """Listing lag of an attempt of another process, from the time of its intent.
 
-The intent was written before the request, by another clock. So this lag is longer.
+The intent was written before the request, by another clock. So this lag is longer than
+`LISTING_LAG`.
 """
 _DESTROY_TIMEOUT = timedelta(minutes=15)
 

@@ -13,7 +13,6 @@ from millrace.rentals.reports import extract_error
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
 
-_LISTING_TIMEOUT = 180.0  # seconds in which a listing may lack a machine with a contract
 _TAIL_LINES = 10  # lines of the log in the message of a failed program
 
 
@@ -56,7 +55,7 @@ class MachineInspector:
             return ReleaseDecision(machine, ReleaseReason.TOO_EXPENSIVE, message)
         if machine.reports.program_exit is not None:
             return _judge_exit(machine, machine.reports.program_exit.code)
-        if instances is not None and machine.instance is None and age > _LISTING_TIMEOUT:
+        if instances is not None and machine.instance is None and age > LISTING_LAG:
             return ReleaseDecision(
                 machine, ReleaseReason.DEAD, "the provider does not list the machine any more"
             )

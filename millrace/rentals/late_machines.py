@@ -10,35 +10,35 @@ from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
 
 
-class LateMachineFinder:
-    """Finds late machines. A late machine is adopted if its slot is free, else released.
+class LateMachineClaimer:
+    """Claims late machines: records their numbers. Their slots take them if they are free.
 
     Args:
         context: Settings and connections of the rental.
         state: Machines of the rental.
-        starter: Starter that adopts machines.
+        starter: Starter, which records the numbers of machines.
     """
 
     def __init__(self, context: RentalContext, state: RentalState, starter: MachineStarter) -> None:
         self._context, self._state, self._starter = context, state, starter
 
-    def find(self, instances: list[Instance], *, adopt: bool) -> list[ReleaseDecision]:
-        """Find the late machines in a listing.
+    def claim_listed(self, instances: list[Instance], *, fill_slots: bool) -> list[ReleaseDecision]:
+        """Record the numbers of the late machines that a listing shows.
 
         Args:
             instances: Listing of the account.
-            adopt: Whether a machine whose create request got no answer is put into its slot, if
-                the slot is free.
+            fill_slots: Whether a machine whose create request got no answer is put into its slot,
+                if the slot is free.
 
         Returns:
             Decisions to release the other late machines.
         """
         decisions: list[ReleaseDecision] = []
         for machine, instance_id in self._pop_listed(self._state.unclaimed, instances):
-            if adopt and self._state.needs_machine(machine.slot):
+            if fill_slots and self._state.needs_machine(machine.slot):
                 now = self._context.clock.monotonic()
                 machine.rented_at = machine.last_report_at = now
-                self._starter.adopt_machine(machine, instance_id)
+                self._starter.confirm_machine(machine, instance_id)
             else:
                 self._starter.commit_contract(machine, instance_id)
                 message = "the machine was listed after another machine was rented for its slot"
@@ -49,13 +49,13 @@ class LateMachineFinder:
             decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, message))
         return decisions
 
-    def find_unclaimed(self, instances: list[Instance]) -> list[ReleaseDecision]:
-        """Return decisions to release all unconfirmed machines at the end of a rental.
+    def give_up_unclaimed(self, instances: list[Instance]) -> list[ReleaseDecision]:
+        """Claim the late machines at the end of a rental, and decide to release all without a slot.
 
         Args:
             instances: Last listing of the account; empty if the listing could not be read.
         """
-        listed = self.find(instances, adopt=False)
+        listed = self.claim_listed(instances, fill_slots=False)
         message = "the create request got no answer, and no listing has shown the machine"
         return [
             *listed,

@@ -23,7 +23,7 @@ from millrace.schemas.rental import (
     DetachRecord,
     Installation,
     Intent,
-    RaiseRecord,
+    PriceRaiseRecord,
     ReleaseRecord,
 )
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -175,7 +175,7 @@ def record_price(store: Store, rental: str, attempt: Attempt, dollars_per_hour: 
         The attempt with the highest recorded price.
     """
     keys = RentalKeys(rental)
-    record = RaiseRecord(dollars_per_hour=max(0.0, dollars_per_hour))
+    record = PriceRaiseRecord(dollars_per_hour=max(0.0, dollars_per_hour))
     try:
         while record.dollars_per_hour > attempt.dollars_per_hour:
             number = attempt.next_price_number
@@ -257,7 +257,7 @@ def _iterate_attempts(
         )
 
 
-def _commit_price(store: Store, key: str, record: RaiseRecord) -> float:
+def _commit_price(store: Store, key: str, record: PriceRaiseRecord) -> float:
     """Commit a raised price; return the price under the key, 0 for a damaged record.
 
     Another process may have committed a price under the same key.
@@ -279,7 +279,7 @@ def _read_highest_price(
         (one for part in parts if (one := parse_price_number(part)) is not None), reverse=True
     )
     records = (
-        _read_intact(store, keys.make_raised_key(number, one), RaiseRecord) for one in numbers
+        _read_intact(store, keys.make_raised_key(number, one), PriceRaiseRecord) for one in numbers
     )
     highest = next((one.dollars_per_hour for one in records if one is not None), 0.0)
     return highest, max(numbers, default=-1) + 1

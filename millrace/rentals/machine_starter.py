@@ -165,8 +165,8 @@ class MachineStarter:
             "max_hourly."
         )
 
-    def adopt_machine(self, machine: Machine, instance_id: int) -> None:
-        """Put a rented machine into its slot, and record its number.
+    def confirm_machine(self, machine: Machine, instance_id: int) -> None:
+        """Record the number of a rented machine, and put the machine into its slot.
 
         Args:
             machine: Machine.
@@ -220,7 +220,7 @@ class MachineStarter:
                 [ReleaseDecision(machine, ReleaseReason.OUTBID, created.refusal)]
             )
             return False
-        self.adopt_machine(machine, created.instance_id)
+        self.confirm_machine(machine, created.instance_id)
         return True
 
     def _close_never_rented(

@@ -2,9 +2,9 @@
 
 The order of the steps makes renting safe. An intent with a unique label is committed before a
 create request is sent, and a create request is sent once. After a lost answer, every poll searches
-the listing for the label. A machine that appears is adopted, or released if its slot is taken.
-A machine counts as released once a listing of all machines lacks its label. From the records of a
-killed owner, the next owner or the reaper continues.
+the listing for the label. A machine that appears gets its slot, or is released if the slot is
+taken. A machine counts as released once a listing of all machines lacks its label. From the records
+of a killed owner, the next owner or the reaper continues.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.inspection import MachineInspector
-from millrace.rentals.late_machines import LateMachineFinder
+from millrace.rentals.late_machines import LateMachineClaimer
 from millrace.rentals.machine_starter import MachineStarter
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.ownership import Ownership, StepTimer
@@ -106,7 +106,7 @@ class Rental:
             releaser=self._releaser,
         )
         self._inspector = MachineInspector(self._context, self._budget, self._policy)
-        self._late_finder = LateMachineFinder(self._context, self._state, self._starter)
+        self._late_machines = LateMachineClaimer(self._context, self._state, self._starter)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Rental":
@@ -194,7 +194,7 @@ class Rental:
             for one in self.machines
         ]
         with self._timer.expect_steps():
-            self._releaser.release([*decisions, *self._find_unclaimed()])
+            self._releaser.release([*decisions, *self._give_up_unclaimed()])
 
     def _detach(self) -> None:
         """Detach the machines, and release the machines without a slot.
@@ -220,13 +220,13 @@ class Rental:
             key = self._context.keys.make_detached_key(machine.attempt.number)
             commit_once(self._context.store, key, DetachRecord(since=now, deadline=until))
         with self._timer.expect_steps():
-            self._releaser.release(self._find_unclaimed())
+            self._releaser.release(self._give_up_unclaimed())
 
-    def _find_unclaimed(self) -> list[ReleaseDecision]:
-        """Return decisions to release the machines without a slot, after one more listing."""
+    def _give_up_unclaimed(self) -> list[ReleaseDecision]:
+        """Decide to release the machines without a slot, after one more listing."""
         if not self._state.unclaimed:
             return []
-        return self._late_finder.find_unclaimed(self._list_instances() or [])
+        return self._late_machines.give_up_unclaimed(self._list_instances() or [])
 
     def _poll_until(
         self, is_complete: Callable[[], bool], stop: threading.Event | None = None
@@ -285,7 +285,7 @@ class Rental:
             self._ownership.refuse_if_superseded()
         self._releaser.enforce_budget(self._budget)
         instances = self._list_instances()
-        decisions = self._late_finder.find(instances or [], adopt=True)
+        decisions = self._late_machines.claim_listed(instances or [], fill_slots=True)
         decisions += self._inspect_machines(instances)
         self._releaser.release(decisions)
         self._context.progress(
@@ -308,7 +308,7 @@ class Rental:
         for machine in self.machines:
             instance = machine.attempt.find_instance(instances or [])
             if machine.is_unconfirmed and instance is not None:
-                self._starter.adopt_machine(machine, instance.id)
+                self._starter.confirm_machine(machine, instance.id)
             decision = self._inspector.inspect(machine, instances)
             if decision is not None and decision.reason is ReleaseReason.NEVER_RENTED:
                 self._state.free_slot(machine)  # each poll still searches for the machine

@@ -19,7 +19,7 @@ _EXCLUDING_REASONS = {
 _OUTSIDE_REASONS = {
     ReleaseReason.REAPED,
     ReleaseReason.UNNEEDED,
-}  # reasons of releases by a process that is not the owner
+}  # reasons that a process which is not the owner may record, too
 
 
 def list_own_attempts(context: RentalContext) -> list[Attempt]:
@@ -50,7 +50,8 @@ def take_over_machines(
         attempts: All attempts of the rental.
 
     Returns:
-        Decisions to release the machines whose slots are taken, or exist no more.
+        Decisions to release the machines without a slot: another machine has it, or the rental has
+        fewer slots by now.
     """
     decisions: list[ReleaseDecision] = []
     for attempt in sorted(attempts, key=lambda one: one.contract is None):

@@ -69,7 +69,7 @@ class Contract(Record):
     instance_id: int
 
 
-class RaiseRecord(Record):
+class PriceRaiseRecord(Record):
     """Record of a price above that of the intent, and above the prices of earlier records.
 
     It is committed before a decision by this price, which may end with the machine's release.

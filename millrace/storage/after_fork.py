@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 
 from millrace import errors
 from millrace.storage.open import Credentials, Store
-from millrace.storage.read import BLOCK_SIZE, Stat, join_blocks
+from millrace.storage.read import READ_BLOCK_SIZE, Stat, join_blocks
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, head_with_signature, iterate_with_signature
 
@@ -48,7 +48,7 @@ def read_after_fork(
     asked = "" if end is None else f"bytes={start}-{end - 1}"
 
     def fetch() -> bytes:
-        blocks = iterate_with_signature(store, key, asked, etag, BLOCK_SIZE)
+        blocks = iterate_with_signature(store, key, asked, etag, READ_BLOCK_SIZE)
         with closing(blocks):
             return join_blocks(store, key, blocks, limit)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
-from millrace.storage.read import BLOCK_SIZE, join_blocks
+from millrace.storage.read import READ_BLOCK_SIZE, join_blocks
 from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def read_foreign_range(
     def fetch(client: "S3Client") -> bytes:
         body = client.get_object(**asked)["Body"]
         try:
-            return join_blocks(store, key, body.iter_chunks(BLOCK_SIZE), end - start)
+            return join_blocks(store, key, body.iter_chunks(READ_BLOCK_SIZE), end - start)
         finally:
             body.close()
 

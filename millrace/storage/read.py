@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import obstore
 
 from millrace import errors
-from millrace.digest import BLOCK_SIZE as HASHED_BLOCK_SIZE
 from millrace.digest import (
+    BLOCK_SIZE,
     BlockHasher,
     describe_blocks,
     find_differing_blocks,
@@ -26,7 +26,8 @@ from millrace.storage.retry import call_with_retries
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
 
-BLOCK_SIZE = 8 * 1024 * 1024
+READ_BLOCK_SIZE = 8 * 1024 * 1024
+"""Bytes of a request, and of a part of a body, unless a caller names another size."""
 _MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # buffers of one read
 
 
@@ -142,7 +143,7 @@ def read_and_hash(
             options: GetOptions = {} if count == size else {"range": (start, start + count)}
             found = obstore.get(store.raw, key, options=options)
             found_size = found.meta["size"]
-            body = map(memoryview, found.stream(min_chunk_size=HASHED_BLOCK_SIZE))
+            body = map(memoryview, found.stream(min_chunk_size=BLOCK_SIZE))
         return _hash_body(store, key, body, buffers, count) if found_size == size else b""
 
     return call_with_retries(store, key, fetch)
@@ -180,7 +181,7 @@ def read_views_and_hash(
         if found.meta["size"] != size:
             return [], b""
         hasher, views = BlockHasher(), list[memoryview]()
-        for part in found.stream(min_chunk_size=HASHED_BLOCK_SIZE):
+        for part in found.stream(min_chunk_size=BLOCK_SIZE):
             views.append(memoryview(part))
             hasher.update(views[-1])
             if hasher.size > end - start:
@@ -259,7 +260,7 @@ def _hash_body(
 def _iterate_blocks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Yield the parts of consecutive buffers that make each block."""
     block: list[memoryview] = []
-    room = HASHED_BLOCK_SIZE
+    room = BLOCK_SIZE
     for buffer in buffers:
         view = buffer
         while view:
@@ -267,7 +268,7 @@ def _iterate_blocks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]
             view, room = view[len(block[-1]) :], room - len(block[-1])
             if not room:
                 yield block
-                block, room = [], HASHED_BLOCK_SIZE
+                block, room = [], BLOCK_SIZE
     if block:
         yield block
 
@@ -328,7 +329,7 @@ def _read_body(
     Raises:
         CorruptError: The body is longer than ``max_size``.
     """
-    blocks = map(bytes, found.stream(min_chunk_size=min(max_size + 1, BLOCK_SIZE)))
+    blocks = map(bytes, found.stream(min_chunk_size=min(max_size + 1, READ_BLOCK_SIZE)))
     if on_block is not None:
         blocks = _report_blocks(blocks, on_block)
     return join_blocks(store, key, blocks, max_size)
@@ -370,7 +371,7 @@ def stream(
     start: int = 0,
     end: int | None = None,
     etag: str | None = None,
-    block_size: int = BLOCK_SIZE,
+    block_size: int = READ_BLOCK_SIZE,
     prefetch: int = 2,
 ) -> Iterator[bytes]:
     """Yield the blocks of an object in order, and prefetch the next blocks.

@@ -41,7 +41,7 @@ class Assembler:
             segment since. No call of `on_finished` with these files follows until they are complete
             again.
         on_mismatch: Called with the number of a file whose bytes do not have its digest, and with
-            the combined digest of its segments (`combine_digests`).
+            the combined digest of its segments (`combine_segment_blocks`).
         on_fault: Called with an error after which the node cannot continue.
     """
 
@@ -183,7 +183,7 @@ class Assembler:
             if not arrivals.has(number):
                 self._on_dropped(number, reopened)
                 return
-            arrivals.digests[number] = ""
+            arrivals.piece_digests[number] = ""
             piece = [(arrivals.states[s.file], s) for s in self._catalogue.pieces[number]]
             verified = [state for state, _ in piece if state.is_verified]
             if len(verified) == len(piece):

@@ -238,7 +238,7 @@ def _cut_pieces(files: Sequence[File], piece_size: int) -> Iterable[Piece]:
         yield tuple(shared)
 
 
-def combine_digests(block_digests: Sequence[bytes]) -> str:
+def combine_segment_blocks(block_digests: Sequence[bytes]) -> str:
     """Combine the block digests of segments (`hash_blocks`) into one digest.
 
     The digest of a single segment is that of its bytes.
@@ -247,7 +247,7 @@ def combine_digests(block_digests: Sequence[bytes]) -> str:
 
 
 def combine_segments(digests: Sequence[str]) -> str:
-    """Combine the BLAKE3 digests of segments into one digest, as `combine_digests` does."""
+    """Combine the BLAKE3 digests of segments into one digest, as `combine_segment_blocks` does."""
     return digests[0] if len(digests) == 1 else compute_digest("".join(digests).encode())
 
 

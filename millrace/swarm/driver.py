@@ -124,12 +124,12 @@ class _PrewarmDriver:
     def run(self) -> PrewarmReport:
         """Run until every living node is ready, and return the report."""
         settings, followers = self._settings, self._followers
-        called = time.monotonic()
+        connecting_since = time.monotonic()
         try:
             with connect_agents(settings.nodes, settings.root, followers.add) as node_count:
                 try:
                     self._quorum.node_count = node_count
-                    self._wait(called)
+                    self._wait(connecting_since)
                     seconds = time.monotonic() - self._began
                 finally:
                     followers.end_runs()
@@ -138,7 +138,7 @@ class _PrewarmDriver:
             followers.close()
         return self._make_report(seconds)
 
-    def _wait(self, called: float) -> None:
+    def _wait(self, connecting_since: float) -> None:
         """Wait until every living node has all files that it can get."""
         due, state = 0.0, self._state
         while True:
@@ -147,7 +147,7 @@ class _PrewarmDriver:
                 if state.fatal is not None:
                     raise state.fatal
                 if not self._startup and self._quorum.can_start(time.monotonic()):
-                    self._start(called, time.monotonic())
+                    self._start(connecting_since, time.monotonic())
                 state.dispatch(state.tracker.tick(time.monotonic()))
                 for member, reason in self._stragglers.find(time.monotonic()):
                     state.lose(member, reason)
@@ -165,9 +165,9 @@ class _PrewarmDriver:
             if over:
                 return
 
-    def _start(self, called: float, now: float) -> None:
+    def _start(self, connecting_since: float, now: float) -> None:
         """Give the first orders, and request the sample of pieces that the driver reads."""
-        self._startup = now - called
+        self._startup = now - connecting_since
         catalogue, state = self._catalogue, self._state
         self._piece_checks.request_sample(
             catalogue.list_unproven_pieces(), catalogue.list_piece_sizes()
@@ -186,27 +186,27 @@ class _PrewarmDriver:
         Until the end of the run, these nodes send pieces to other nodes.
         """
         for member in self._state.members:
-            for number, reason in sorted(member.unusable.items()):
-                origin = self._catalogue.files[number].origin
+            for file, reason in sorted(member.unusable.items()):
+                origin = self._catalogue.files[file].origin
                 self._state.lose(
                     member, f"{origin} was not unpacked, and all other files are ready: {reason}"
                 )
 
     def _make_state(self, sizes: list[int]) -> RunState:
         needs = [1] * len(sizes)
-        for number in self._catalogue.list_unproven_pieces():
-            needs[number] = VOTES_NEEDED
+        for piece in self._catalogue.list_unproven_pieces():
+            needs[piece] = VOTES_NEEDED
         tracker = Tracker(
             sizes, self._settings.limits, votes_needed=needs, known_digests=self._known.pieces
         )
         return RunState(tracker, sizes, self._request_piece)
 
     # The reader is made after the parts that request reads.
-    def _request_piece(self, number: int) -> None:
-        self._reader.request_piece(number)
+    def _request_piece(self, piece: int) -> None:
+        self._reader.request_piece(piece)
 
-    def _request_file(self, number: int) -> None:
-        self._reader.request_file(number)
+    def _request_file(self, file: int) -> None:
+        self._reader.request_file(file)
 
     def _handle_fault(self, error: BaseException) -> None:
         state = self._state
@@ -220,9 +220,9 @@ class _PrewarmDriver:
         unverified = {n for n, file in enumerate(catalogue.files) if not file.digest or n in void}
         unconfirmed = {
             segment.file
-            for number in catalogue.list_unproven_pieces()
-            if not tracker.is_decided(number)
-            for segment in catalogue.pieces[number]
+            for piece in catalogue.list_unproven_pieces()
+            if not tracker.is_decided(piece)
+            for segment in catalogue.pieces[piece]
             if segment.size
         }
         return PrewarmReport(
@@ -234,7 +234,7 @@ class _PrewarmDriver:
             seconds=round(seconds, 3),
             startup=round(self._startup, 3),
             nodes=report_nodes(self._state.members, set(tracker.untrusted_nodes)),
-            direct=tracker.direct,
+            direct=tracker.direct_reads_reason,
             curve=tuple(self._recorder.curve),
             refused=self._known.refused,
         )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from millrace.swarm.assembler import Assembler
-from millrace.swarm.catalogue import combine_digests
+from millrace.swarm.catalogue import combine_segment_blocks
 from millrace.swarm.messages import (
     FetchPiece,
     NodeEvent,
@@ -135,7 +135,7 @@ class PieceFetcher:
     def _write(self, order: FetchPiece, data: memoryview) -> None:
         number, source = order.piece, order.source
         block_digests = hash_segments(self._catalogue.pieces[number], data)
-        digest = combine_digests(block_digests)
+        digest = combine_segment_blocks(block_digests)
         if order.commitment and compute_commitment(digest) != order.commitment:
             self._emit(
                 PieceFailed(

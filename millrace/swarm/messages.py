@@ -85,7 +85,7 @@ class PieceWritten:
     Attributes:
         piece: Number of the piece.
         source: Node that sent the piece; empty for the store.
-        digest: Digest of the piece (`combine_digests`).
+        digest: Digest of the piece (`combine_segment_blocks`).
         size: Bytes of the piece.
     """
 
@@ -171,7 +171,7 @@ class DigestMismatch:
 
     Attributes:
         file: Number of the file.
-        digest: Combined digest of the segments (`combine_digests`).
+        digest: Combined digest of the segments (`combine_segment_blocks`).
     """
 
     file: int

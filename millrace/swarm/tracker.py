@@ -140,7 +140,7 @@ class Tracker:
         return [node.id for node in self._nodes if not node.trust.is_trusted]
 
     @property
-    def direct(self) -> str:
+    def direct_reads_reason(self) -> str:
         """Reason for reads from the store of pieces that nodes have; empty if there are none."""
         return self._direct.reason
 
@@ -180,8 +180,8 @@ class Tracker:
         known = self._nodes.get(node)
         return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
 
-    def lacks(self, node: str) -> bool:
-        """Tell whether a node lacks a piece."""
+    def lacks_any(self, node: str) -> bool:
+        """Tell whether a node lacks any piece."""
         return self._nodes[node].missing > 0
 
     def measure_confirmed(self, node: str) -> int:
@@ -212,7 +212,7 @@ class Tracker:
         return self._fill_after(node, now)
 
     def complete_transfer(
-        self, node_id: str, number: int, source: str, digest: str, now: float
+        self, node_id: str, piece: int, source: str, digest: str, now: float
     ) -> list[PieceOrder]:
         """Note that a node has received a piece with a digest.
 
@@ -220,12 +220,12 @@ class Tracker:
         reports such bytes as received is faulty.
         """
         node = self._nodes[node_id]
-        if not self._outcomes.complete(node, number, source, digest, now):
+        if not self._outcomes.complete(node, piece, source, digest, now):
             return self._output.take_orders()
         return self._fill_after(node, now)
 
     def fail_transfer(
-        self, node_id: str, number: int, source: str, now: float, *, wrong: bool = False
+        self, node_id: str, piece: int, source: str, now: float, *, wrong: bool = False
     ) -> list[PieceOrder]:
         """Note that a node could not fetch a piece from a source.
 
@@ -233,25 +233,25 @@ class Tracker:
 
         Args:
             node_id: Id of the node.
-            number: Piece.
+            piece: Piece.
             source: Node, or `STORE`, that was to send the piece.
             now: Time.
             wrong: Whether the bytes did not have the digest of the order.
         """
         node = self._nodes[node_id]
-        if not self._outcomes.fail(node, number, source, now, wrong=wrong):
+        if not self._outcomes.fail(node, piece, source, now, wrong=wrong):
             return self._output.take_orders()
         return self._fill_after(node, now)
 
     def cancel_transfer(
-        self, node_id: str, number: int, source: str, now: float
+        self, node_id: str, piece: int, source: str, now: float
     ) -> list[PieceOrder]:
         """Note that a transfer was redundant, since another source was faster.
 
         If no other source has sent the piece to the node, the transfer counts as failed.
         """
         node = self._nodes[node_id]
-        self._outcomes.cancel(node, number, source, now)
+        self._outcomes.cancel(node, piece, source, now)
         return self._fill_after(node, now)
 
     def remove_node(self, node_id: str, now: float) -> list[PieceOrder]:
@@ -283,12 +283,12 @@ class Tracker:
         self._direct.compare(now)
         return self._fill_all(now)
 
-    def settle_piece(self, number: int, digest: str, now: float) -> list[PieceOrder]:
+    def settle_piece(self, piece: int, digest: str, now: float) -> list[PieceOrder]:
         """Note the digest of a piece that the driver has read itself.
 
         Nodes drop other copies. A node whose vote was wrong twice is no longer trusted.
         """
-        self._copies.settle(number, digest)
+        self._copies.settle(piece, digest)
         self._slots.fill_waiting(now)
         return self._output.take_orders()
 

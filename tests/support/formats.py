@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from millrace.datasets.formats import Fields, FieldType, ShardFormat
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 
 ALL_TYPES = {
@@ -28,7 +28,7 @@ def describe_shard(
     number: int = 0,
 ) -> ManifestShard:
     """Return a shard as the manifest has it, with the key that the engine gives it."""
-    name = ShardName(f"{split}-00000", number)
+    name = CommitName(f"{split}-00000", number)
     return ManifestShard(
         format=shard_format.name,
         key=keys.make_shard_key(shard_format.name, split, name, shard_format.extension),

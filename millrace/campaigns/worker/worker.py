@@ -256,9 +256,11 @@ class Worker:
             self._renew_report(number)
         done, rest = divmod(number - 1, self.settings.windows_per_epoch)
         if done and not rest:
-            self._end_epoch(done - 1, number - 1, window.step, state)
+            self._end_training_epoch(done - 1, number - 1, window.step, state)
 
-    def _end_epoch(self, epoch: int, window: int, step: int, state: Mapping[str, Any]) -> None:
+    def _end_training_epoch(
+        self, epoch: int, window: int, step: int, state: Mapping[str, Any]
+    ) -> None:
         if self._saver is None:
             raise errors.ConfigurationError(
                 "Use the worker as a context: `with Worker.from_environment() ...`"

@@ -170,8 +170,8 @@ class ShardFetcher:
             return bytes.fromhex(get_hex(shard.digest))
         key = DatasetKeys(self._table.dataset).block_digests
         start = shard.first_block * BLOCK_DIGEST_SIZE
-        every = self._table.blocks * BLOCK_DIGEST_SIZE
-        if every > _SMALL_LISTS:
+        size = self._table.block_count * BLOCK_DIGEST_SIZE
+        if size > _SMALL_LISTS:
             return self._files.ask_stores(
                 lambda store: read_blocks_at(store, key, start, shard.digest, shard.size)
             )
@@ -179,7 +179,7 @@ class ShardFetcher:
             if self._all_blocks is None:
                 blocks = b""  # after an error of the store that may pass, the next call asks again
                 with suppress(errors.NotFoundError, errors.DeniedError, errors.CorruptError):
-                    blocks = self._files.ask_stores(lambda store: read(store, key, max_size=every))
+                    blocks = self._files.ask_stores(lambda store: read(store, key, max_size=size))
                 self._all_blocks = blocks
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""

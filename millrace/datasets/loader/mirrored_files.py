@@ -15,7 +15,7 @@ from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, StoreSpec, open_store
 from millrace.storage.mirrored import MirroredReader, MirrorReport
 from millrace.storage.mirrored_objects import FetchedRange, MirroredObject
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -170,7 +170,7 @@ class MirroredStoreFiles:
         return self.reader.read_range(self.describe(file), 0, file.size)
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of a file between two offsets, from copies that are proven equal.
 
@@ -229,7 +229,7 @@ class _CheckedFiles:
         return b"".join(self.iterate_blocks(file, 0, file.size))
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of the file, also from a copy that is not proven yet."""
         del file

@@ -135,7 +135,7 @@ class ShardLoader:
         field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
         self._steps = StreamSteps(transform, pack, field or "tokens")
         self._settings = OrderSettings(
-            manifest=self.table.digest,
+            manifest=self.table.manifest_digest,
             split=split,
             seed=seed,
             streams=streams,
@@ -148,7 +148,7 @@ class ShardLoader:
         self._batch_size = batch_size
         self._process = ReaderProcess(rank, 0, world_size, 1)
         self._iteration = 0
-        self._progress = self._begin(self._make_state(epoch=0))
+        self._progress = self._begin(self._make_first_state(epoch=0))
         if self.samples < world_size:
             raise errors.ConfigurationError(
                 f"The split {split!r} has {self.samples} samples, fewer than the {world_size} "
@@ -208,7 +208,7 @@ class ShardLoader:
             **self._process._asdict(), remainder=self._remainder, received=received,
             is_ended=False, streams=None,
         )  # fmt: skip
-        self._go_to(self._make_state(epoch=epoch, share=share))
+        self._go_to(self._make_first_state(epoch).model_copy(update={"share": share}))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch.
@@ -295,8 +295,9 @@ class ShardLoader:
 
         return TorchShards(self)
 
-    def _make_state(self, epoch: int, share: LoaderShare | None = None) -> LoaderState:
-        return LoaderState(**self._settings.model_dump(), epoch=epoch, share=share)
+    def _make_first_state(self, epoch: int) -> LoaderState:
+        """Return the state of the beginning of an epoch."""
+        return LoaderState(**self._settings.model_dump(), epoch=epoch)
 
     def _make_order(self, epoch: int) -> EpochOrder:
         return EpochOrder(
@@ -319,11 +320,12 @@ class ShardLoader:
         self._progress = self._begin(state)
 
     def _check_state(self, state: LoaderState) -> None:
-        if state.manifest != self.table.digest:
+        if state.manifest != self.table.manifest_digest:
             raise errors.ConfigurationError(
                 f"The state is of another dataset, or of another version of it: the manifest had "
                 f"the digest {state.manifest}, and that of {self.table.dataset} has "
-                f"{self.table.digest}. Open the dataset of the state, or begin a new epoch."
+                f"{self.table.manifest_digest}. Open the dataset of the state, or begin a new "
+                "epoch."
             )
         for name in ("split", "seed", "shuffle", "transform", "pack"):
             theirs, own = getattr(state, name), getattr(self._settings, name)
@@ -346,17 +348,17 @@ class ShardLoader:
     def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
         progress, settings = self._progress, self._settings
         open_streams = progress.list_open_streams()
-        share = max(1, len(open_streams))
+        stream_count = max(1, len(open_streams))
         part = round(settings.window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._files.open(),
             self.table,
             part_bytes=min(_MAX_PART, max(BLOCK_SIZE, part)),
-            parts_ahead=min(_MAX_DEPTH, _PARTS_IN_FLIGHT // share),
+            parts_ahead=min(_MAX_DEPTH, _PARTS_IN_FLIGHT // stream_count),
         )
-        pool = DaemonThreadPool(min(_MAX_THREADS, share), "shard-windows")
+        pool = DaemonThreadPool(min(_MAX_THREADS, stream_count), "shard-windows")
         try:
-            depth = min(_MAX_DEPTH, max(1, settings.streams // share // 2))
+            depth = min(_MAX_DEPTH, max(1, settings.streams // stream_count // 2))
             samples = {
                 stream: self._open_stream(progress, stream, fetcher, pool, depth)
                 for stream in open_streams

@@ -40,23 +40,23 @@ class ShardTable:
 
     Attributes:
         dataset: Name of the dataset.
-        digest: Digest of the manifest.
+        manifest_digest: Digest of the manifest.
         split: Split of the samples.
         format: Format of the shards.
         fields: Types of the fields; empty if the manifest has none.
         shards: The shards.
-        blocks: Number of blocks of all shards of the dataset.
+        block_count: Number of blocks of all shards of the dataset.
         decode: Whether fields are decoded. Otherwise they are the bytes in the shard.
         offsets: Offsets of samples in tar shards, from the manifest and from readers.
     """
 
     dataset: str
-    digest: str
+    manifest_digest: str
     split: str
     format: FormatName
     fields: Fields
     shards: Sequence[ListedShard]
-    blocks: int
+    block_count: int
     decode: bool = True
     offsets: SampleOffsets = field(default_factory=SampleOffsets, compare=False, repr=False)
 
@@ -113,11 +113,11 @@ def make_shard_table(
         )
     return ShardTable(
         dataset=manifest.dataset,
-        digest=compute_digest(dump_canonical_json(manifest.model_dump(mode="json"))),
+        manifest_digest=compute_digest(dump_canonical_json(manifest.model_dump(mode="json"))),
         split=split,
         format=chosen,
         fields={name: FieldType(kind) for name, kind in manifest.fields.items()},
         shards=shards,
-        blocks=block,
+        block_count=block,
         decode=decode,
     )

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.loader.fetch import ShardFetcher
-from millrace.datasets.loader.readers import LoadRows, SampleReader, open_reader
+from millrace.datasets.loader.readers import DecodeRows, SampleReader, open_reader
 from millrace.datasets.loader.readers.base import LoadedSample
 from millrace.datasets.loader.shard_table import ShardTable
 from millrace.threads import DaemonThreadPool
@@ -27,7 +27,7 @@ class WindowQueue:
 
     def __init__(
         self,
-        load: Callable[[int], list[LoadRows]],
+        load: Callable[[int], list[DecodeRows]],
         windows: range,
         *,
         depth: int,
@@ -36,13 +36,13 @@ class WindowQueue:
         self._load, self._pool = load, pool
         self._windows = iter(windows)
         self._lock = threading.Lock()
-        self._requested: deque[Future[list[LoadRows]]] = deque()
-        self._waiting: deque[tuple[int, Future[list[LoadRows]]]] = deque()
+        self._requested: deque[Future[list[DecodeRows]]] = deque()
+        self._waiting: deque[tuple[int, Future[list[DecodeRows]]]] = deque()
         self._is_running = False
         for _ in range(depth):
             self._request()
 
-    def take(self) -> list[LoadRows]:
+    def take(self) -> list[DecodeRows]:
         """Return the next window, as soon as it is loaded.
 
         Raises:
@@ -55,7 +55,7 @@ class WindowQueue:
         window = next(self._windows, None)
         if window is None:
             return
-        future: Future[list[LoadRows]] = Future()
+        future: Future[list[DecodeRows]] = Future()
         with self._lock:
             self._requested.append(future)
             self._waiting.append((window, future))
@@ -120,7 +120,7 @@ class StreamWindows:
         self, windows: range, skipped: int, queue: WindowQueue
     ) -> Iterator[LoadedSample]:
         for window in windows:
-            runs = [load() for load in queue.take()]
+            runs = [decode() for decode in queue.take()]
             starts = list(accumulate(map(len, runs), initial=0))
             order = self._order.permute_window(self._stream, window)[skipped:]
             if len(runs) == 1:
@@ -132,15 +132,15 @@ class StreamWindows:
             del runs  # before the next window is taken
             skipped = 0
 
-    def _load(self, window: int) -> list[LoadRows]:
-        loaded = [
+    def _load(self, window: int) -> list[DecodeRows]:
+        decoders = [
             self._open(samples.shard).load(samples.start, samples.end)
             for samples in self._order.list_ranges(self._stream, window)
         ]
         following = self._order.find_next_shard(self._stream, window)
         if following is not None:
             self._fetcher.request(following)
-        return loaded
+        return decoders
 
     def _open(self, shard: int) -> SampleReader:
         if self._reader is None or self._shard != shard:

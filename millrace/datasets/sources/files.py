@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from millrace import errors
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 _READ_AHEAD_BYTES = 64 * 1024 * 1024
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class SourceFiles(Protocol):
         ...
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of a file between two offsets.
 

@@ -28,7 +28,7 @@ from millrace.retry_after import parse_retry_after
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec
 from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 _CONCURRENCY = 8  # connections to one host
 _MAX_REDIRECTS = 5
@@ -154,7 +154,7 @@ class HttpFiles:
         return b"".join(self.iterate_blocks(file, 0, file.size))
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of a file between two offsets. A cut answer is continued.
 

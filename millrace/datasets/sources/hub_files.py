@@ -22,7 +22,7 @@ from millrace.hub import HubSpec
 from millrace.hub.client import HubClient
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 _URL = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)"
@@ -167,7 +167,7 @@ class HubFiles:
         return data
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of a file between two offsets. A cut answer is continued.
 

@@ -26,7 +26,7 @@ from millrace.datasets.sources.table import FileTable
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef, SourceRecord
 from millrace.storage import Store, create, exists, read
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class MirrorLocation:
     def compute_digests(self, file: FileRef, algorithms: Iterable[str]) -> dict[str, str]:
         """Read a file whole, and return its digests by their algorithms."""
         hashers = {name: _make_hasher(name, file.size) for name in algorithms}
-        for data in self.iterate_blocks(file, 0, file.size, BLOCK_SIZE):
+        for data in self.iterate_blocks(file, 0, file.size, READ_BLOCK_SIZE):
             for hasher in hashers.values():
                 hasher.update(data)
         return {name: f"{name}:{hasher.hexdigest()}" for name, hasher in hashers.items()}
@@ -282,7 +282,7 @@ class MirroredFiles:
         raise self._make_error(file.path, faults)
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of a file between two offsets.
 

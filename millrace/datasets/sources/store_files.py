@@ -11,7 +11,7 @@ from millrace.datasets.sources.files import (
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
 from millrace.storage import Stat, Store, head, list_objects, read, stream
-from millrace.storage.read import BLOCK_SIZE
+from millrace.storage.read import READ_BLOCK_SIZE
 
 
 class StoreFiles:
@@ -84,7 +84,7 @@ class StoreFiles:
         return data
 
     def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = BLOCK_SIZE
+        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
         """Yield the blocks of an object between two offsets.
 

@@ -3,7 +3,6 @@
 from millrace.datasets.transforms.recorded import (
     RecordedTransforms,
     bundle_files,
-    describe_transforms,
     list_transform_changes,
     open_transformed_source,
     open_transforms,
@@ -30,7 +29,6 @@ __all__ = [
     "TransformSettings",
     "TransformedSource",
     "bundle_files",
-    "describe_transforms",
     "list_transform_changes",
     "open_transformed_source",
     "open_transforms",

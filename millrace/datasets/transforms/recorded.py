@@ -95,13 +95,6 @@ def record_transforms(
     return RecordedTransforms(record, reader.objects)
 
 
-def describe_transforms(
-    settings: Sequence[TransformSettings], keys: DatasetKeys, *, seed: int | None
-) -> JsonObject:
-    """Return the description of transforms, as `record_transforms` does, without an object."""
-    return record_transforms(settings, keys, seed=seed).record
-
-
 def bundle_files(
     settings: Sequence[TransformSettings], *, allow_private: bool = False
 ) -> tuple[list[TransformSettings], dict[str, str]]:

@@ -21,7 +21,7 @@ from millrace.gradients.codec.gradient_object import (
 from millrace.gradients.merging.gather_window import GatherWindow
 from millrace.gradients.merging.links import check_link_tensors, check_state
 from millrace.gradients.merging.merge import MergeRequest, Vector
-from millrace.gradients.state import WeightState, combine_digests
+from millrace.gradients.state import WeightState, combine_tensor_digests
 from millrace.keys.gradients import ChainKeys
 from millrace.schemas.chain import ChainLink, ChainStart, OuterOptimizer, UpdateEntry
 from millrace.schemas.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ class ShardedWeights:
     def digest(self) -> str:
         """Return the digest of the weights: see `WeightState.digest`."""
         digests = self._backend.call_all(WeightShard.compute_digests)
-        return combine_digests({name: one for part in digests for name, one in part.items()})
+        return combine_tensor_digests({name: one for part in digests for name, one in part.items()})
 
     def check_values(self) -> None:
         """Check that workers can send changes of all tensors.

@@ -1,4 +1,4 @@
-"""Window to gather: its workers and its limits."""
+"""Window to gather: its keys, times and limits; and the senders of its gradients."""
 
 import time
 from dataclasses import dataclass, field

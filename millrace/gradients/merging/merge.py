@@ -136,7 +136,7 @@ def compute_worker_factors(  # noqa: C901 - one branch for each rule
         whole = total + np.tril(total, -1).T
         return whole * scales[:, None] * scales[None, :]
 
-    every = len(workers)
+    worker_count = len(workers)
     match settings.rule:
         case MergeRule.TOKENS:
             tokens = np.array([gradients[name].header.tokens for name in workers], np.float64)
@@ -150,15 +150,15 @@ def compute_worker_factors(  # noqa: C901 - one branch for each rule
         case MergeRule.CENTERED_CLIP:
             share = _clip_to_center(compute_gram(), settings)
         case MergeRule.MULTI_KRUM:
-            _check_bound(settings, every)
+            _check_bound(settings, worker_count)
             share = _select_multi_krum(compute_gram(), settings.faulty)
         case MergeRule.TRIMMED:
-            _check_bound(settings, every)
-            share = np.ones(every)
+            _check_bound(settings, worker_count)
+            share = np.ones(worker_count)
         case MergeRule.SENDERS | MergeRule.SIGN | MergeRule.MEDIAN:
-            share = np.ones(every)
+            share = np.ones(worker_count)
         case MergeRule.MEAN:
-            share = np.full(every, 1.0 / every)
+            share = np.full(worker_count, 1.0 / worker_count)
     return WorkerFactors(workers, scales, share * scales, share / fsum(share))
 
 
@@ -242,14 +242,14 @@ def compute_products(
     Returns:
         Inner products: (workers, workers), float64.
     """
-    every = len(workers)
-    total = np.zeros((every, every))
+    worker_count = len(workers)
+    total = np.zeros((worker_count, worker_count))
     for sent in zip(*(gradients[worker][name] for worker in workers), strict=True):
         chunks = sent[0].chunks
 
         def process_rows(rows: slice, sent: Any = sent, size: int = chunks.size) -> Vector:
             indices, values = _stack(sent, rows, codec)
-            part = np.zeros((every, every))
+            part = np.zeros((worker_count, worker_count))
             kernels.compute_inner_products(indices, values, size, part)
             return part
 
@@ -409,15 +409,15 @@ def _slice_sparse(sparse: SparseChunks, rows: slice) -> SparseChunks:
 def _sum_by_index(values: Vector, settings: MergeSettings) -> Vector:
     if settings.rule is MergeRule.MEDIAN:
         return np.median(values, axis=0)
-    faulty, every = settings.faulty, len(values)
-    return np.sort(values, axis=0)[faulty : every - faulty].mean(axis=0)
+    faulty, worker_count = settings.faulty, len(values)
+    return np.sort(values, axis=0)[faulty : worker_count - faulty].mean(axis=0)
 
 
-def _check_bound(settings: MergeSettings, every: int) -> None:
-    if few := settings.explain_too_few(every):
+def _check_bound(settings: MergeSettings, worker_count: int) -> None:
+    if few := settings.explain_too_few(worker_count):
         raise errors.ConfigurationError(
-            f"{few}, and there are {every}: wait for more workers, declare fewer Byzantine ones, "
-            "or choose `centered clip`."
+            f"{few}, and there are {worker_count}: wait for more workers, declare fewer Byzantine "
+            "ones, or choose `centered clip`."
         )
 
 
@@ -453,30 +453,31 @@ def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
     the gradient that is nearest to all others. As ``v`` is always a weighted sum of the gradients,
     the inner products give all distances.
     """
-    every = len(gram)
+    worker_count = len(gram)
     squares = np.diag(gram)
     apart = np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0))
-    weights = np.zeros(every)
+    weights = np.zeros(worker_count)
     weights[np.argmin(np.median(apart, axis=1))] = 1.0
     for _ in range(settings.steps):
         # The sums are exact, since those of a library depend on the machine.
         cross = np.array([fsum(row * weights) for row in gram])
         far = np.sqrt(np.maximum(squares - 2 * cross + fsum(weights * cross), 0.0))
         radius = float(np.median(far)) if settings.radius is None else settings.radius
-        shares = np.minimum(1.0, np.divide(radius, far, out=np.ones(every), where=far > radius))
-        step = shares / every
+        ones = np.ones(worker_count)
+        shares = np.minimum(1.0, np.divide(radius, far, out=ones, where=far > radius))
+        step = shares / worker_count
         weights = weights * (1.0 - fsum(step)) + step
     return weights
 
 
 def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
     """Return equal weights for the workers with the nearest neighbours: all but ``faulty``."""
-    every = len(gram)
+    worker_count = len(gram)
     squares = np.diag(gram)
     apart = squares[:, None] + squares[None, :] - 2 * gram
     np.fill_diagonal(apart, np.inf)
-    scores = [fsum(row[: every - faulty - 2]) for row in np.sort(apart, axis=1)]
-    chosen = np.argsort(scores, kind="stable")[: every - faulty]
-    weights = np.zeros(every)
+    scores = [fsum(row[: worker_count - faulty - 2]) for row in np.sort(apart, axis=1)]
+    chosen = np.argsort(scores, kind="stable")[: worker_count - faulty]
+    weights = np.zeros(worker_count)
     weights[chosen] = 1.0 / len(chosen)
     return weights

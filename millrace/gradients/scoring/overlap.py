@@ -34,11 +34,11 @@ def compute_overlaps(
     Returns:
         Shares from 0 to 1: (workers, workers). All are 0 if the codec prescribes the indices.
     """
-    every = len(workers)
-    equal = np.zeros(every * every, np.int64)
+    worker_count = len(workers)
+    equal = np.zeros(worker_count * worker_count, np.int64)
     sent = 0
     if not workers or codec.support is Support.SHARED:
-        return np.zeros((every, every))
+        return np.zeros((worker_count, worker_count))
     for name in gradients[workers[0]]:
         if codec.is_buffer(name):
             continue
@@ -46,7 +46,7 @@ def compute_overlaps(
             if groups[0].chunks.k < groups[0].chunks.size:
                 sent += groups[0].chunks.sent
                 equal += _count_equal(groups)
-    counts = equal.reshape(every, every)
+    counts = equal.reshape(worker_count, worker_count)
     return (counts + counts.T) / max(sent, 1)
 
 
@@ -78,17 +78,17 @@ def find_copies(
 
 def _count_equal(groups: Sequence[SparseChunks]) -> npt.NDArray[np.int64]:
     """Return, for each pair of workers, how many indices both sent: (workers * workers,)."""
-    every, (count, k) = len(groups), groups[0].indices.shape
+    worker_count, (count, k) = len(groups), groups[0].indices.shape
     rows = np.repeat(np.arange(count, dtype=np.int64), k) * groups[0].chunks.size
     places: Any = np.concatenate([rows + one.indices.ravel() for one in groups])
-    senders = np.repeat(np.arange(every, dtype=np.int64), count * k)
+    senders = np.repeat(np.arange(worker_count, dtype=np.int64), count * k)
     order = np.argsort(places, kind="stable")  # within a place, in the order of the workers
     places, senders = places[order], senders[order]
-    equal = np.zeros(every * every, np.int64)
-    for apart in range(1, every):
+    equal = np.zeros(worker_count * worker_count, np.int64)
+    for apart in range(1, worker_count):
         same = places[apart:] == places[:-apart]
         if not same.any():
             break
-        pairs = senders[:-apart][same] * every + senders[apart:][same]
-        equal += np.bincount(pairs, minlength=every * every)
+        pairs = senders[:-apart][same] * worker_count + senders[apart:][same]
+        equal += np.bincount(pairs, minlength=worker_count * worker_count)
     return equal

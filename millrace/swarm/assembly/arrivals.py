@@ -11,7 +11,7 @@ from pathlib import Path
 
 from millrace.errors import StoppedError
 from millrace.swarm.cache_index import CacheEntry, read_identity
-from millrace.swarm.catalogue import Catalogue, File, Segment, combine_digests
+from millrace.swarm.catalogue import Catalogue, File, Segment, combine_segment_blocks
 from millrace.swarm.journal import Range
 from millrace.swarm.targets import Target, Targets
 
@@ -22,7 +22,7 @@ class FileState:
 
     Attributes:
         target: Paths of the file.
-        digests: Block digests of each segment that has arrived; None for the others.
+        segment_blocks: Joined block digests of each segment that has arrived; None for the others.
         missing: Number of segments that have not arrived.
         final: Whether the file has its final name.
         fresh: Whether the hash over the arriving bytes is valid: no hashed byte was replaced.
@@ -33,7 +33,7 @@ class FileState:
     """
 
     target: Target
-    digests: list[bytes | None]
+    segment_blocks: list[bytes | None]
     missing: int
     final: bool = False
     fresh: bool = True
@@ -61,23 +61,23 @@ class FileState:
         """Current path of the bytes: the final or the partial one."""
         return self.target.final if self.final else self.target.partial
 
-    def note_segment(self, index: int, digest: bytes) -> None:
-        """Note a segment that has arrived."""
-        if self.digests[index] is None:
+    def note_segment(self, index: int, blocks: bytes) -> None:
+        """Note a segment that has arrived, with its joined block digests."""
+        if self.segment_blocks[index] is None:
             self.missing -= 1
-        self.digests[index] = digest
+        self.segment_blocks[index] = blocks
 
     def drop_segment(self, index: int) -> None:
         """Forget a segment, whose bytes were wrong."""
-        if self.digests[index] is not None:
-            self.digests[index] = None
+        if self.segment_blocks[index] is not None:
+            self.segment_blocks[index] = None
             self.missing += 1
         self.fresh = False
         self.drops += 1
 
-    def list_digests(self) -> list[bytes]:
-        """Return the digests of the segments that have arrived."""
-        return [digest for digest in self.digests if digest is not None]
+    def list_segment_blocks(self) -> list[bytes]:
+        """Return the joined block digests of each segment that has arrived."""
+        return [blocks for blocks in self.segment_blocks if blocks is not None]
 
     def make_entry(self, piece_size: int) -> CacheEntry:
         """Return the entry of the cache index for the file."""
@@ -90,7 +90,7 @@ class FileState:
             origin=file.origin,
             digest=file.digest,
             piece_size=piece_size,
-            digests=[digest.hex() for digest in self.list_digests()],
+            digests=[blocks.hex() for blocks in self.list_segment_blocks()],
         )
 
 
@@ -103,7 +103,7 @@ class Arrivals:
 
     Attributes:
         states: State of each file, by its number.
-        digests: Digest of each piece that the node has; empty for the others.
+        piece_digests: Digest of each piece that the node has; empty for the others.
         changed: Condition that is notified after each new segment or final name; it has the lock.
     """
 
@@ -115,16 +115,16 @@ class Arrivals:
             FileState(target, [None] * count, count)
             for target, count in zip(targets, _count_segments(catalogue), strict=True)
         ]
-        self.digests: list[str] = [""] * len(catalogue.pieces)
+        self.piece_digests: list[str] = [""] * len(catalogue.pieces)
         self.changed = threading.Condition(threading.Lock())
 
     def has(self, number: int) -> bool:
         """Tell whether the node has a piece."""
-        return bool(self.digests[number])
+        return bool(self.piece_digests[number])
 
     def list_pieces(self) -> list[tuple[int, str]]:
         """Return the pieces that the node has, with their digests."""
-        return [(number, digest) for number, digest in enumerate(self.digests) if digest]
+        return [(number, digest) for number, digest in enumerate(self.piece_digests) if digest]
 
     def iterate_coming(self) -> Iterable[FileState]:
         """Iterate over the files that have no final name yet."""
@@ -133,7 +133,7 @@ class Arrivals:
     def begin_write(self, number: int) -> bool:
         """Note that a thread writes a piece; return False if it is written or being written."""
         with self.changed:
-            if self.digests[number] or number in self._being_written:
+            if self.piece_digests[number] or number in self._being_written:
                 return False
             self._being_written.add(number)
             return True
@@ -153,13 +153,13 @@ class Arrivals:
             block_digests: Block digests of each of its segments.
         """
         self._being_written.discard(number)
-        self.digests[number] = combine_digests(block_digests)
+        self.piece_digests[number] = combine_segment_blocks(block_digests)
         complete: list[int] = []
-        for segment, digests in zip(self._catalogue.pieces[number], block_digests, strict=True):
+        for segment, blocks in zip(self._catalogue.pieces[number], block_digests, strict=True):
             state = self.states[segment.file]
             if state.final:
                 continue
-            state.note_segment(self.get_index(segment), digests)
+            state.note_segment(self.get_index(segment), blocks)
             if state.missing == 0:
                 complete.append(segment.file)
         self.changed.notify_all()
@@ -168,10 +168,10 @@ class Arrivals:
     def note_pieces(self) -> None:
         """Note the pieces whose segments were all found on the disk."""
         for number, piece in enumerate(self._catalogue.pieces):
-            found = [self.states[s.file].digests[self.get_index(s)] for s in piece]
-            known = [digests for digests in found if digests is not None]
+            found = [self.states[s.file].segment_blocks[self.get_index(s)] for s in piece]
+            known = [blocks for blocks in found if blocks is not None]
             if len(known) == len(found):
-                self.digests[number] = combine_digests(known)
+                self.piece_digests[number] = combine_segment_blocks(known)
 
     def get_index(self, segment: Segment) -> int:
         """Return the position of a segment in its file."""
@@ -204,7 +204,7 @@ class Arrivals:
         if at >= state.file.size:
             return 0
         index = at // size if state.file.size >= size else 0
-        self._wait_until(state, lambda: state.digests[index] is not None)
+        self._wait_until(state, lambda: state.segment_blocks[index] is not None)
         self.check_open(number)
         return min(state.file.size, (index + 1) * size) - at
 

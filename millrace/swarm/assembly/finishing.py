@@ -11,7 +11,7 @@ from millrace.errors import ConfigurationError
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
 from millrace.swarm.assembly.hashing import FileHashes
 from millrace.swarm.cache_index import append_entries, append_identities, read_identity
-from millrace.swarm.catalogue import combine_digests
+from millrace.swarm.catalogue import combine_segment_blocks
 from millrace.swarm.targets import Targets, sync
 
 
@@ -27,7 +27,7 @@ class FileFinisher:
         on_finished: Called with the numbers of files that have received their final names, while
             the lock of the arrivals is held.
         on_mismatch: Called with the number of a file whose bytes do not have its digest, and with
-            the combined digest of its segments (`combine_digests`).
+            the combined digest of its segments (`combine_segment_blocks`).
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class FileFinisher:
             return True
         with self._arrivals.changed:
             state.fresh = False
-            block_digests = state.list_digests()
+            block_digests = state.list_segment_blocks()
             if state.void or (state.drops != drops and not state.missing):
                 self.submit([number])  # the file has changed since it was hashed
                 return False
         if state.drops == drops:
-            self._on_mismatch(number, combine_digests(block_digests))
+            self._on_mismatch(number, combine_segment_blocks(block_digests))
         return False

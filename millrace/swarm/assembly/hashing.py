@@ -72,8 +72,8 @@ class FileHashes:
         """
         state = self._arrivals.states[number]
         if self.is_combined(number):
-            return combine_blocks(b"".join(state.list_digests()))
-        if len(state.digests) == 1 or not state.fresh:
+            return combine_blocks(b"".join(state.list_segment_blocks()))
+        if len(state.segment_blocks) == 1 or not state.fresh:
             return compute_file_digest(state.path, state.file.algorithm)
         if self._hashed[number] < state.file.size:
             return None
@@ -97,7 +97,7 @@ def hash_arriving(arrivals: Arrivals, hashes: FileHashes, on_hashed: Callable[[i
         for number, state in enumerate(arrivals.states)
         if state.wanted
         and not state.final
-        and len(state.digests) > 1
+        and len(state.segment_blocks) > 1
         and not hashes.is_combined(number)
     ]
     for number in known:

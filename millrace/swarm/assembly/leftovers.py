@@ -107,7 +107,7 @@ class Leftovers:
             if known is None:
                 continue
             found[number] = known
-            state.digests = known.digests
+            state.segment_blocks = known.digests
             state.missing = sum(digest is None for digest in known.digests)
             state.final = not state.missing
         self._targets.check_folders(state.target for state in self._arrivals.iterate_coming())
@@ -127,9 +127,9 @@ class Leftovers:
                 continue
             self._targets.adopt(state.target, path)
             spans = self._arrivals.list_spans(state)
-            for index, digest in verify_ranges(state.target.partial, ranges, spans).items():
-                if state.digests[index] is None:
-                    state.note_segment(index, digest)
+            for index, blocks in verify_ranges(state.target.partial, ranges, spans).items():
+                if state.segment_blocks[index] is None:
+                    state.note_segment(index, blocks)
 
     def begin_journal(self) -> None:
         """Begin a new journal with incomplete files, and with kept files of other requests."""
@@ -160,7 +160,9 @@ class Leftovers:
     def _list_rows(self, state: FileState) -> list[tuple[str, tuple[int, int], str]]:
         """Return the object, range and block digests of each segment that has arrived."""
         return [
-            (state.target.object, span, digest.hex())
-            for span, digest in zip(self._arrivals.list_spans(state), state.digests, strict=True)
-            if digest is not None
+            (state.target.object, span, blocks.hex())
+            for span, blocks in zip(
+                self._arrivals.list_spans(state), state.segment_blocks, strict=True
+            )
+            if blocks is not None
         ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.digest import combine_blocks, make_hasher
-from millrace.swarm.catalogue import Catalogue, can_combine, combine_digests
+from millrace.swarm.catalogue import Catalogue, can_combine, combine_segment_blocks
 from millrace.swarm.piece_readers import BufferPool, FetchError, StoreReader, hash_segments
 from millrace.swarm.protocol import ConnectionPool
 
@@ -27,7 +27,7 @@ class FileDigests:
     Attributes:
         file: Number of the file.
         digest: Digest of the whole file, of the kind of `File.digest`.
-        combined: Combined digest of the segments of the file (`combine_digests`).
+        combined: Combined digest of the segments of the file (`combine_segment_blocks`).
         pieces: Digest of each piece that has a segment of the file, by the number of the piece.
     """
 
@@ -219,7 +219,7 @@ class DriverReader:
         with self._buffers.borrow(self._sizes[number]) as data:
             if not self._reader.read(number, data):
                 return ""
-            return combine_digests(hash_segments(self._catalogue.pieces[number], data))
+            return combine_segment_blocks(hash_segments(self._catalogue.pieces[number], data))
 
     def _read_file(self, number: int) -> None:
         """Read a file; read it again if the bytes do not have the digest of the file."""
@@ -246,7 +246,7 @@ class DriverReader:
                 if not self._reader.read(piece, data):
                     return None
                 found = hash_segments(segments, data)
-                pieces[piece] = combine_digests(found)
+                pieces[piece] = combine_segment_blocks(found)
                 at = 0
                 for segment, digest in zip(segments, found, strict=True):
                     if segment.file == number:
@@ -255,4 +255,4 @@ class DriverReader:
                         block_digests.append(digest)
                     at += segment.size
         digest = whole.compute() if whole else combine_blocks(b"".join(block_digests))
-        return FileDigests(number, digest, combine_digests(block_digests), pieces)
+        return FileDigests(number, digest, combine_segment_blocks(block_digests), pieces)

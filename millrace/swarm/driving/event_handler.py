@@ -52,7 +52,7 @@ class EventHandler:
             return
         match event:
             case BytesReceived():
-                if self._state.tracker.lacks(member.node.id):
+                if self._state.tracker.lacks_any(member.node.id):
                     member.last_progress = time.monotonic()
             case PieceWritten():
                 self._handle_written(member, event)
@@ -98,7 +98,7 @@ class EventHandler:
         uploader = state.members.get(source)
         if wrong and uploader is not None and source not in member.accused:
             member.accused.add(source)  # one event for each pair: the node may repeat its report
-            state.note_event(
+            state.report_progress(
                 NodeAccused(
                     node=state.members.format_name(uploader.node),
                     piece=number,
@@ -134,7 +134,7 @@ class EventHandler:
             member.ready = True
             member.seconds = time.monotonic() - self._began
             name = self._state.members.format_name(member.node)
-            self._state.note_event(NodeReady(node=name, seconds=round(member.seconds, 2)))
+            self._state.report_progress(NodeReady(node=name, seconds=round(member.seconds, 2)))
 
 
 def _count_bytes(member: Member, source: str, size: int) -> None:

@@ -62,7 +62,7 @@ class FileChecks:
         correct = self._checked.get(number)
         if correct is None:
             if number not in self._doubters:
-                self._state.note_event(FileMismatched(origin=file.origin))
+                self._state.report_progress(FileMismatched(origin=file.origin))
             self._doubters.setdefault(number, set()).add(member.node.id)
             self._request(number)
         elif combined == correct:

@@ -186,7 +186,7 @@ class NodeFollowers:
             if other.node.id not in known:
                 member.orders.put(AddPeer(other.node.id, other.node.endpoint))
         member.joined, member.last_progress = True, time.monotonic()
-        state.members.add(member)
+        state.members.add(member)  # again: `await_member` may have made it absent
         member.counts.cached = sum(self._sizes[number] for number, _ in have)
         state.held += member.counts.cached
         for number in self._list_void():

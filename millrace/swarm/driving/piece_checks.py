@@ -149,7 +149,7 @@ class PieceChecks:
         if member.node.id not in self._accused:
             self._accused.add(member.node.id)
             name, origin = state.members.format_name(member.node), self._describe_origins(number)
-            state.note_event(NodeMisread(node=name, piece=number, origin=origin))
+            state.report_progress(NodeMisread(node=name, piece=number, origin=origin))
         state.count_wrong_read(member)
 
     def _judge_failure(self, number: int, status: int, reason: str) -> errors.MillraceError | None:

@@ -48,7 +48,7 @@ class RunState:
         self.is_ending = False
         self.held = 0
 
-    def note_event(self, event: Event) -> None:
+    def report_progress(self, event: Event) -> None:
         """Add an event to the progress events."""
         self._events.append(event)
 
@@ -56,7 +56,8 @@ class RunState:
         """Add an event for each member that the tracker no longer trusts since the last call."""
         for name in sorted(set(self.tracker.untrusted_nodes) - self._untrusted):
             self._untrusted.add(name)
-            self.note_event(NodeUntrusted(node=self.members.format_name(self.members[name].node)))
+            node = self.members.format_name(self.members[name].node)
+            self.report_progress(NodeUntrusted(node=node))
 
     def take_progress_events(self) -> list[Event]:
         """Remove and return the progress events since the last call."""
@@ -70,7 +71,7 @@ class RunState:
         member.lost_reason = reason or "it gave no reason"
         member.orders.put(None)
         name = self.members.format_name(member.node)
-        self.note_event(NodeLost(node=name, reason=member.lost_reason))
+        self.report_progress(NodeLost(node=name, reason=member.lost_reason))
         self.held -= self.count_held(member)
         self.dispatch(self.tracker.remove_node(member.node.id, time.monotonic()))
         self.news.notify_all()
@@ -91,7 +92,7 @@ class RunState:
 
         An agent may report a file before the last piece of the file.
         """
-        lacks = member.joined and self.tracker.lacks(member.node.id)
+        lacks = member.joined and self.tracker.lacks_any(member.node.id)
         return member.has_all(files) and not lacks
 
     def has_finished(self, files: int) -> bool:

@@ -89,7 +89,7 @@ class StragglerFinder:
         """
         quiet, stalled = now - member.last_progress, self._stall_timeout
         since, slowest = self._half_ready_at, max(done, default=0.0)
-        lacks = member.joined and self._state.tracker.lacks(member.node.id)
+        lacks = member.joined and self._state.tracker.lacks_any(member.node.id)
         # Before that time, the member may have waited for nodes that were not ready themselves.
         if lacks and since is not None and min(quiet, now - since) > stalled:
             return f"it received no byte for {quiet:.0f} s"

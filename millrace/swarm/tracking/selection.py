@@ -1,6 +1,6 @@
 """Selection of the next order: the uploader of a piece, and the next read from the store.
 
-These classes change only the queues that they take a piece from.
+These classes change no state but the queues of pieces.
 """
 
 from dataclasses import dataclass
@@ -149,30 +149,44 @@ class ReadSelector:
 
     def select(self, node: NodeState, now: float) -> int | None:
         """Remove and return the next piece that a node reads; None if there is none."""
-        number = self._take_direct(node, now)
+        if node.pace.store_comparison.reason:  # the node makes direct reads (`DirectReads`)
+            number = self._take_held(node, now)
+        else:
+            number = self._take_without_uploader(node, now)
         if number is None:
             number = self._take_vote(node, now)
         if number is None:
             number = self._take_unread(node, now)
         return number
 
-    def _take_direct(self, node: NodeState, now: float) -> int | None:
-        """Return a piece that has holders, and that this node reads from the store."""
-        queues, is_direct = node.queues, bool(node.pace.store_comparison.reason)
-        direct = [queues.without_uploader, *([queues.fetches] if is_direct else [])]
-        for queue in direct:
+    def _take_held(self, node: NodeState, now: float) -> int | None:
+        """Remove and return any piece with holders that this node lacks."""
+        for queue in (node.queues.without_uploader, node.queues.fetches):
             for _ in range(min(len(queue), MAX_CANDIDATES)):
                 number = queue.pop()
                 if not node.needs(number):
                     continue
-                if not is_direct and not node.trust.avoids_all(self.copies[number].holders):
-                    queues.fetches.append(number)  # a further node has the piece by now
-                    continue
-                if self.read_queue.is_due(number, now) and (
-                    is_direct or self._must_read_itself(node, number)
-                ):
+                if self.read_queue.is_due(number, now):
                     return number
-                queue.appendleft(number)  # the last read failed just now, or another node reads
+                queue.appendleft(number)  # the last read failed just now
+        return None
+
+    def _take_without_uploader(self, node: NodeState, now: float) -> int | None:
+        """Remove and return a piece that this node must read, since it avoids all of its holders.
+
+        Pieces that a further node has by now are moved to the queue of fetches.
+        """
+        queues = node.queues
+        for _ in range(min(len(queues.without_uploader), MAX_CANDIDATES)):
+            number = queues.without_uploader.pop()
+            if not node.needs(number):
+                continue
+            if not node.trust.avoids_all(self.copies[number].holders):
+                queues.fetches.append(number)
+            elif self.read_queue.is_due(number, now) and self._must_read_itself(node, number):
+                return number
+            else:  # the last read failed just now, or another node reads
+                queues.without_uploader.appendleft(number)
         return None
 
     def _must_read_itself(self, node: NodeState, number: int) -> bool:
@@ -187,7 +201,7 @@ class ReadSelector:
         return not node.trust.is_trusted and self._is_left_to_untrusted(number)
 
     def _take_vote(self, node: NodeState, now: float) -> int | None:
-        """Return a piece with too few votes that this node lacks, and that no other node reads."""
+        """Remove and return a piece with too few votes that this node lacks and no other reads."""
         may_read = self.readers.may_read(node)
         skipped: list[int] = []
         found = None
@@ -228,7 +242,7 @@ class ReadSelector:
         )
 
     def _take_unread(self, node: NodeState, now: float) -> int | None:
-        """Return the first piece without a fast holder that this node does not read already."""
+        """Remove and return the first piece without a fast holder that this node does not read."""
         if not self.readers.may_read(node):
             return None
 

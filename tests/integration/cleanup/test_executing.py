@@ -36,7 +36,7 @@ from millrace.deletion import ObjectsDeleted
 from millrace.gradients import RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.progress import Event
@@ -550,7 +550,7 @@ def many(place: BucketBuilder, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR
 def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, when):
     for name in ("others", "words"):
         folder.put_dataset(name, 2, orphans=1)
-    key = DatasetKeys("words").make_commit_key(ShardName("train-00000", 1))
+    key = DatasetKeys("words").make_commit_key(CommitName("train-00000", 1))
     config = config_of(folder, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
     before = keys_of(folder)
     if when == "before the plan":
@@ -559,7 +559,7 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     put(folder.store, key, b"nonsense")
     done = execute(config, plan.name)
     gone = DatasetKeys("others").make_shard_key(
-        "webdataset", "train", ShardName("train-00000", 2), "tar"
+        "webdataset", "train", CommitName("train-00000", 2), "tar"
     )
     assert before - keys_of(folder) == {gone}
     kept = plan.totals.kept if when == "before the plan" else done.skipped
@@ -626,7 +626,7 @@ def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, re
     place.put_dataset("words", 2)
     there = keys_of(place)
     shard = DatasetKeys("words").make_shard_key(
-        "webdataset", "train", ShardName("train-00000", 0), "tar"
+        "webdataset", "train", CommitName("train-00000", 0), "tar"
     )
     orphans = {f"{shard}/", "words/shards/x.npz/"}
     for key in orphans:

@@ -158,7 +158,7 @@ class Partition:
         )
         commit_plan(self.store, self.keys, plan, found.objects)
         jobs = _make_jobs(settings, plan, self.files, settings.store)
-        self.job: PartitionJob = jobs[0]
+        self.job: PartitionJob = jobs.make(jobs.partitions[0])
 
     def shard(self, progress=ignore_event) -> PartitionEnd:
         source = open_transformed_source(

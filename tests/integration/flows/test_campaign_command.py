@@ -19,7 +19,7 @@ from prefect import flow, task
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_command import read_campaign_plan, should_print
-from flows.campaign_plan import LocalWorkerSettings
+from flows.campaign_plan import LocalWorkerOptions
 from millrace.cli import main
 from millrace.errors import UnavailableError
 from millrace.storage import open_store
@@ -56,7 +56,7 @@ def test_init_writes_a_campaign_that_is_valid(
     done = CliRunner().invoke(main, ["campaign", "init", str(path)])
     assert (done.exit_code, f"millrace campaign run {path}" in done.output) == (0, True)
     plan = read_campaign_plan(path)
-    assert isinstance(plan.training.machines, LocalWorkerSettings)
+    assert isinstance(plan.training.machines, LocalWorkerOptions)
     assert plan.bucket == plan.publish.bucket == "/tmp/millrace-campaign"
     monkeypatch.setenv("LOCAL_STORAGE_PATH", "/srv/millrace")
     assert (

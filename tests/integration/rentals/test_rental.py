@@ -300,7 +300,7 @@ def test_a_machine_that_is_listed_after_another_was_rented_is_released(world: Re
     assert endings(account) == [ReleaseReason.UNNEEDED, ReleaseReason.UNNEEDED]
 
 
-def test_a_machine_that_is_listed_while_none_can_be_rented_is_adopted(world: Reset) -> None:
+def test_a_machine_that_is_listed_while_none_can_be_rented_gets_its_slot(world: Reset) -> None:
     account = world(late=400.0)
     account.server.fail_next(1, "lost, listed late", "create")
 

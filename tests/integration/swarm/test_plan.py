@@ -60,7 +60,7 @@ class Swarm:
 
     def step(self) -> bool:
         """Carry out the next order, or let time pass; False when nothing is left to do."""
-        if not any(map(self.tracker.lacks, self.has)):
+        if not any(map(self.tracker.lacks_any, self.has)):
             return False
         if not self.pending:
             self.now += 0.5
@@ -229,7 +229,7 @@ def list_slow(tracker: Tracker) -> list[str]:
 def spoil(swarm: Swarm, wrong: Callable[[PieceOrder], bool]) -> Counter[str]:
     """Carry all out, where some transfers bring wrong bytes; says how often each node gave them."""
     seen: Counter[str] = Counter()
-    while any(map(swarm.tracker.lacks, swarm.has)):
+    while any(map(swarm.tracker.lacks_any, swarm.has)):
         if not swarm.pending:
             swarm.now += 0.5
             swarm.give(swarm.tracker.tick(swarm.now))
@@ -296,13 +296,13 @@ def test_nodes_read_from_a_store_that_outruns_them_and_the_reason_is_said():
     for i in range(4):
         swarm.join(f"n{i}")
     swarm.begin()
-    while any(map(swarm.tracker.lacks, swarm.has)):
+    while any(map(swarm.tracker.lacks_any, swarm.has)):
         swarm.step()
         if not swarm.pending or swarm.pending[0][0] > swarm.now + 0.25:
             swarm.now += 0.25
             swarm.give(swarm.tracker.tick(swarm.now))
     assert all(have == set(range(200)) for have in swarm.has.values())
-    assert "the store gave each node" in swarm.tracker.direct
+    assert "the store gave each node" in swarm.tracker.direct_reads_reason
     # Seconds, had the nodes but themselves.
     alone = 200 * 3 / 4 * 60.0 / LimitSettings().downloads_per_node
     assert swarm.now < alone / 4
@@ -314,7 +314,7 @@ def test_nodes_do_without_a_store_that_outruns_them_where_its_bytes_are_dear():
         swarm.join(f"n{i}")
     swarm.begin()
     swarm.finish()
-    assert swarm.tracker.direct == ""
+    assert swarm.tracker.direct_reads_reason == ""
     assert max(swarm.count_reads().values()) == 1
 
 
@@ -323,7 +323,7 @@ def test_a_transfer_that_takes_too_long_is_ordered_from_somewhere_else_too():
     for name in ("slow", "a", "b"):
         swarm.join(name)
     swarm.begin()
-    while any(map(swarm.tracker.lacks, swarm.has)):
+    while any(map(swarm.tracker.lacks_any, swarm.has)):
         swarm.pass_time()
         assert swarm.now < 120
 
@@ -343,7 +343,7 @@ def test_what_only_a_node_has_that_never_gives_it_is_read_from_the_store(
     for name, zone in zip("ab", zones[1:], strict=False):
         swarm.join(name, zone=zone)
     swarm.begin()
-    while any(map(swarm.tracker.lacks, swarm.has)):
+    while any(map(swarm.tracker.lacks_any, swarm.has)):
         swarm.pass_time()
         assert swarm.now < 600
 
@@ -380,7 +380,7 @@ def test_a_piece_crosses_a_thin_link_once_and_the_near_zone_does_not_wait(
     assert sum(network.crossed.values()) <= 1.04 * size
     assert ready["near"] <= 1.3 * size / (200 * MBIT)
     assert ready["far"] <= 1.15 * size / (mbit * MBIT)
-    assert network.tracker.direct == ""
+    assert network.tracker.direct_reads_reason == ""
 
 
 def test_a_slow_link_between_zones_is_not_blamed_on_those_who_give_over_it():
@@ -411,7 +411,7 @@ def test_slow_nodes_hold_nobody_up(mbits):
     assert network.store_bytes <= 1.02 * size
     for name, mbit in zip(network.zones, mbits, strict=True):
         assert network.ready[name] <= 1.3 * size / (mbit * MBIT)
-    assert network.tracker.direct == ""
+    assert network.tracker.direct_reads_reason == ""
 
 
 @pytest.mark.parametrize("zone", ["", "near"])
@@ -426,7 +426,7 @@ def test_slow_nodes_hold_nobody_up_whether_their_zone_has_a_name_or_not(mbits, z
     assert network.store_bytes <= size + slow * MIB  # what each of them reads first
     for name, mbit in zip(network.zones, mbits, strict=True):
         assert network.ready[name] <= 1.3 * size / (mbit * MBIT)
-    assert network.tracker.direct == ""
+    assert network.tracker.direct_reads_reason == ""
 
 
 def test_a_slow_node_of_a_zone_does_not_make_its_zone_slow():

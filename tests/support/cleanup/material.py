@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace.checkpoints.find import add_digest, compute_root
 from millrace.digest import BLOCK_SIZE, compute_digest, dump_canonical_json, get_hex, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, LeaseTerm
@@ -196,7 +196,7 @@ class BucketBuilder:
         self.put_record(keys.plan, plan, hours=hours)
         digest = compute_digest(dump_canonical_json(plan.model_dump(mode="json")))
         for number in range(shards + orphans):
-            shard = ShardName("train-00000", number)
+            shard = CommitName("train-00000", number)
             key = self.put(
                 keys.make_shard_key("webdataset", "train", shard, "tar"),
                 f"{name} {number}".encode(),

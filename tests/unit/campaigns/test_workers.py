@@ -93,8 +93,8 @@ def test_workers_that_live_since_an_earlier_start_open_the_next_window(
     training = make_training()
     begin(store, training)
     make_older(store, training.run.chain_keys.make_link_key(0))
-    with Membership(store, training.keys.job, "worker-1", timedelta(hours=1)):
-        make_older(store, make_member_lease(training.keys.job, "worker-1").make_term_key(0))
+    with Membership(store, training.epoch_job, "worker-1", timedelta(hours=1)):
+        make_older(store, make_member_lease(training.epoch_job, "worker-1").make_term_key(0))
         join(store, training, "worker-1")
         make_older(store, training.run.gradient_keys.make_start_window_key("worker-1", 1))
         with hold_campaign_lease(place, training.campaign):

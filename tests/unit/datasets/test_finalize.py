@@ -17,7 +17,7 @@ from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import ManifestComputed
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.digest import compute_digest, hash_blocks
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import (
@@ -68,7 +68,7 @@ def fill_ledger(store: Store, plan: DatasetPlan) -> None:
     partitions = list(plan.partitions)
     random.Random(0).shuffle(partitions)
     for partition in partitions:
-        name = ShardName(partition.name, 0)
+        name = CommitName(partition.name, 0)
         key = KEYS.make_shard_key("webdataset", partition.split, name, "tar")
         shard = CommittedShard(
             format="webdataset", key=key, size=len(BODY), digest=compute_digest(BODY)

@@ -19,8 +19,8 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key, make_cleaning_plan_key
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.datasets import (
+    CommitName,
     DatasetKeys,
-    ShardName,
     make_page_index_key,
     make_page_layouts_key,
     make_seek_point_key,
@@ -171,7 +171,7 @@ def replace_numbers(value: object) -> object:
 
 def build_names():
     """Each name that `millrace.keys` builds."""
-    dataset, name = DatasetKeys("data/wiki"), ShardName("train-00000", 3)
+    dataset, name = DatasetKeys("data/wiki"), CommitName("train-00000", 3)
     lease = LeaseKeys(dataset.dataset, "train-00000")
     yield from (dataset.plan, dataset.plan_removed, dataset.manifest, dataset.index)
     yield from (dataset.block_digests, dataset.card, dataset.readme)

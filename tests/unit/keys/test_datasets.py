@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.keys.datasets import DatasetKeys, ShardName, make_partition_name
+from millrace.keys.datasets import CommitName, DatasetKeys, make_partition_name
 
 PARTITIONS = st.builds(
     make_partition_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000)
@@ -11,8 +11,8 @@ PARTITIONS = st.builds(
 
 @given(PARTITIONS, st.integers(0, 2_000_000))
 def test_what_is_built_is_parsed_back(partition, number):
-    keys, name = DatasetKeys("data/set"), ShardName(partition, number)
-    assert ShardName.parse(str(name)) == name
+    keys, name = DatasetKeys("data/set"), CommitName(partition, number)
+    assert CommitName.parse(str(name)) == name
     assert keys.parse_commit(keys.make_commit_key(name)) == name
     assert keys.parse_end(keys.make_end_key(partition)) == partition
     assert keys.parse_end(keys.make_commit_key(name)) is None
@@ -21,7 +21,7 @@ def test_what_is_built_is_parsed_back(partition, number):
 
 @pytest.mark.parametrize("digest", ["", f"blake3:{'0123456789abcdef' * 4}"])
 def test_shards_and_quarantines_with_and_without_a_digest_are_those_of_their_dataset(digest):
-    keys, name = DatasetKeys("data/set"), ShardName("train-00000", 3)
+    keys, name = DatasetKeys("data/set"), CommitName("train-00000", 3)
     suffix = "-0123456789abcdef" if digest else ""
     shard = keys.make_shard_key("mds", "train", name, "mds", digest)
     quarantine = keys.make_quarantine_key(name, digest)
@@ -40,7 +40,7 @@ def test_shards_and_quarantines_with_and_without_a_digest_are_those_of_their_dat
 def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     keys = DatasetKeys("d")
     named = {
-        keys.make_commit_key(ShardName(make_partition_name("train", 0), n)): n for n in numbers
+        keys.make_commit_key(CommitName(make_partition_name("train", 0), n)): n for n in numbers
     }
     assert [named[key] for key in sorted(named)] == sorted(set(numbers))
 

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.keys.cooldowns import CooldownKeys
-from millrace.keys.datasets import DatasetKeys, ShardName
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.kinds import ObjectKind, classify_key, classify_nested_key
 from millrace.keys.leases import LeaseKeys, parse_lease
@@ -46,7 +46,7 @@ def keys(draw: st.DrawFn) -> str:
 @given(keys())
 def test_no_key_that_anybody_may_write_fails_a_parser(key):
     parsers = [
-        classify_key, classify_nested_key, parse_attempt, ShardName.parse,
+        classify_key, classify_nested_key, parse_attempt, CommitName.parse,
         DatasetKeys("a").parse_commit,
         DatasetKeys("a").parse_end, LeaseKeys("a", "owner").parse, CheckpointKeys("a").parse_folder,
         CheckpointKeys("a").parse_part, CheckpointKeys("a").is_block_list, find_block_list_key,

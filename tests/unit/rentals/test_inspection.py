@@ -17,7 +17,7 @@ from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.messages import MachineHeartbeat, ProgramExit, SetupReport
 from millrace.rentals.progress_events import MachineReady, OutputPrinted, PriceRaised
 from millrace.rentals.replacement import ReplacementPolicy
-from millrace.schemas.rental import RaiseRecord, ReleaseReason
+from millrace.schemas.rental import PriceRaiseRecord, ReleaseReason
 from millrace.storage import put
 from tests.support.rentals.parts import (
     FakeVast,
@@ -180,7 +180,7 @@ def test_a_price_is_recorded_before_any_decision(tmp_path: Path) -> None:
     assert bench.machine.dollars_per_hour == 0.8
     bench.inspect([])  # the price stays known when the machine is not listed
     assert bench.machine.dollars_per_hour == 0.8
-    record = fetch(bench.store, RentalKeys("fleet").make_raised_key(0, 0), RaiseRecord)
+    record = fetch(bench.store, RentalKeys("fleet").make_raised_key(0, 0), PriceRaiseRecord)
     assert record.dollars_per_hour == 0.8
 
 

@@ -8,7 +8,7 @@ from millrace import errors
 from millrace.keys.rentals import RentalKeys
 from millrace.records import commit_once
 from millrace.rentals.ledger import Attempt, find_attempt, record_price
-from millrace.schemas.rental import RaiseRecord
+from millrace.schemas.rental import PriceRaiseRecord
 from millrace.storage import Store, exists, open_store, put
 from tests.support.rentals.parts import HOUR, START, make_attempt
 
@@ -97,7 +97,7 @@ def test_a_store_that_takes_no_record_fails_no_release(
 def test_the_last_price_has_the_highest_number(store: Store, attempt: Attempt) -> None:
     for number, price in ((999_999, 0.8), (1_000_000, 1.6)):
         key = KEYS.make_raised_key(0, number)
-        commit_once(store, key, RaiseRecord(dollars_per_hour=price))
+        commit_once(store, key, PriceRaiseRecord(dollars_per_hour=price))
     assert read_price(store) == 1.6
     found = find_attempt(store, "fleet", 0)
     assert found is not None

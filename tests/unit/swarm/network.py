@@ -73,7 +73,7 @@ class Network:
             self._give(self.tracker.add_node(name, [], 0.0, zone=zone))
         self._give(self.tracker.begin(0.0))
         tick = _TICK
-        while any(map(self.tracker.lacks, self._has)):
+        while any(map(self.tracker.lacks_any, self._has)):
             assert self.now < limit, f"not ready after {limit} s: {self.ready}"
             self._share()
             due = [f.begins - self.now for f in self._flows if f.begins > self.now]

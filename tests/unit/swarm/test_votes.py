@@ -131,7 +131,7 @@ class Votes:
     def finish(self) -> None:
         for _ in range(100_000):
             under_way = self.to_read or any(self.inbox.values()) or any(self.outbox.values())
-            if not any(map(self.tracker.lacks, self.has)) and not under_way:
+            if not any(map(self.tracker.lacks_any, self.has)) and not under_way:
                 return
             self.step()
         raise AssertionError("it never ended")

@@ -12,11 +12,11 @@ have neither keys nor other fields than the tokens.
 
 from millrace.datasets.formats import FormatName
 from millrace.datasets.loader.fetch import OpenShard
-from millrace.datasets.loader.readers.base import LoadRows, SampleReader
+from millrace.datasets.loader.readers.base import DecodeRows, SampleReader
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
 from millrace.schemas.dataset import decode_sample_offsets
 
-__all__ = ["LoadRows", "SampleReader", "open_reader"]
+__all__ = ["DecodeRows", "SampleReader", "open_reader"]
 
 
 def open_reader(table: ShardTable, listed: ListedShard, shard: OpenShard) -> SampleReader:

@@ -15,7 +15,7 @@ LoadedSample = dict[str, Any]
 """A sample as a trainer gets it: values by the names of the fields."""
 
 
-class LoadedRows(Protocol):
+class FetchedRows(Protocol):
     """Samples whose bytes were fetched. Each is decoded when it is taken, unless in columns."""
 
     def __len__(self) -> int: ...
@@ -25,15 +25,15 @@ class LoadedRows(Protocol):
     def __iter__(self) -> Iterator[LoadedSample]: ...
 
 
-LoadRows = Callable[[], LoadedRows]
+DecodeRows = Callable[[], FetchedRows]
 """Function that returns the samples of bytes that were fetched before. It makes no request."""
 
 
 class SampleReader(Protocol):
     """Reader of the samples of one shard. One thread at a time uses a reader."""
 
-    def load(self, start: int, end: int) -> LoadRows:
-        """Fetch the bytes of samples, and return a function that returns the samples.
+    def load(self, start: int, end: int) -> DecodeRows:
+        """Fetch the bytes of samples, and return a function that decodes the samples.
 
         Args:
             start: Number of the first sample in the shard.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.datasets.loader.fetch import OpenShard
-from millrace.datasets.loader.readers.base import LoadedSample, LoadRows, raise_damage
+from millrace.datasets.loader.readers.base import DecodeRows, LoadedSample, raise_damage
 
 _NUMBER = 4  # bytes of a number of the table
 _FIRST_READ = 64 << 10  # bytes with the table of most shards
@@ -55,7 +55,7 @@ class OffsetTableReader:
         if (np.diff(self._offsets) < 0).any() or self._offsets[-1] > shard.size:
             raise_damage(shard, "its offsets are not in order")
 
-    def load(self, start: int, end: int) -> LoadRows:
+    def load(self, start: int, end: int) -> DecodeRows:
         """Fetch the bytes of the samples alone."""
         offsets: list[int] = (self._offsets[start : end + 1] - self._offsets[start]).tolist()
         first = int(self._offsets[start])

@@ -18,7 +18,7 @@ from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields, FieldType
 from millrace.datasets.formats.parquet import name_page_columns
 from millrace.datasets.loader.fetch import OpenShard
-from millrace.datasets.loader.readers.base import LoadedSample, LoadRows, raise_damage
+from millrace.datasets.loader.readers.base import DecodeRows, LoadedSample, raise_damage
 
 _TAIL = 64 << 10  # bytes at the end of a file with the footer of most files
 _BATCH_ROWS = 256
@@ -136,7 +136,7 @@ class ParquetSampleReader:
         self._batch: pa.RecordBatch | None = None
         self._batch_start = 0
 
-    def load(self, start: int, end: int) -> LoadRows:
+    def load(self, start: int, end: int) -> DecodeRows:
         """Decompress the pages of the samples."""
         batches: list[pa.RecordBatch] = []
         at = start

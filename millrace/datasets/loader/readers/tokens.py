@@ -14,7 +14,7 @@ import numpy.typing as npt
 from millrace.datasets.formats import Fields
 from millrace.datasets.formats.tokens import HEADER_SIZE, find_tokens
 from millrace.datasets.loader.fetch import OpenShard
-from millrace.datasets.loader.readers.base import LoadedSample, LoadRows, raise_damage
+from millrace.datasets.loader.readers.base import DecodeRows, LoadedSample, raise_damage
 
 _DESCRIPTION = 10  # bytes of the header before the description of the array
 _END_SIZE = 8  # bytes of the end of a sample, and of its id
@@ -54,7 +54,7 @@ class TokensSampleReader:
         if not is_whole or (np.diff(self._ends) < 0).any():
             raise_damage(shard, f"its ends are not those of {samples} samples")
 
-    def load(self, start: int, end: int) -> LoadRows:
+    def load(self, start: int, end: int) -> DecodeRows:
         """Fetch the tokens of the samples alone."""
         ends = self._ends[start : end + 1]
         size = self._dtype.itemsize

@@ -18,8 +18,8 @@ from millrace.datasets.formats.base import guess_type
 from millrace.datasets.loader.fetch import OpenShard
 from millrace.datasets.loader.readers.base import (
     DECODERS,
+    DecodeRows,
     LoadedSample,
-    LoadRows,
     raise_damage,
 )
 from millrace.datasets.loader.sample_offsets import SampleOffsets
@@ -63,7 +63,7 @@ class TarSampleReader:
         self._offset = 0
         self._view, self._view_start, self._view_end = memoryview(b""), 0, -1
 
-    def load(self, start: int, end: int) -> LoadRows:
+    def load(self, start: int, end: int) -> DecodeRows:
         """Walk the headers up to the end of the samples, and keep the bytes of the samples."""
         if start != self._row:
             row, offset = self._offsets.find(self._shard.name, start)

@@ -202,7 +202,7 @@ def test_a_run_that_continues_reads_from_the_last_seek_point(name, monkeypatch):
     put(store, f"a.jsonl.{name}", body)
     (partition,), source = open_partitions(store, dataset)
     rows = list(source.iterate_rows(partition.source_range, 0))
-    points = list(list_objects(dataset, KEYS.sample_lists))
+    points = list(list_objects(dataset, KEYS.partition_notes))
     assert len(points) >= 2
     assert all(KEYS.is_seek_point_or_index(stat.key) and KEYS.is_own(stat.key) for stat in points)
     files = CountedFiles(open_files(store.spec))
@@ -248,7 +248,7 @@ def test_a_seek_point_that_does_not_fit_is_not_used(change, monkeypatch):
     put(store, "a.gz", gzip.compress(encode(make_lines(3 << 20))))
     (partition,), source = open_partitions(store, dataset)
     rows = list(source.iterate_rows(partition.source_range, 0))
-    for stat in list(list_objects(dataset, KEYS.sample_lists)):
+    for stat in list(list_objects(dataset, KEYS.partition_notes)):
         point = json.loads(read(dataset, stat.key))
         match change:
             case "window":
@@ -311,7 +311,7 @@ def check_damage(name, body, said):
     with pytest.raises(errors.ConfigurationError, match=said) as caught:
         collect(source.iterate_rows(partition.source_range, 0), rows)
     sentences.append(str(caught.value))
-    assert any(True for _ in list_objects(dataset, KEYS.sample_lists))
+    assert any(True for _ in list_objects(dataset, KEYS.partition_notes))
     for row in (rows[-1], rows[len(rows) * 2 // 3]):
         with pytest.raises(errors.ConfigurationError) as caught:
             list(source.iterate_rows(partition.source_range, row.next_cursor))

@@ -13,7 +13,6 @@ from millrace.datasets.transforms import (
     FunctionSettings,
     RenameSettings,
     TokenizeSettings,
-    describe_transforms,
     list_transform_changes,
     open_transforms,
     record_transforms,
@@ -52,6 +51,10 @@ def make_all(files, **options):
     ]
 
 
+def describe(settings, seed=0):
+    return record_transforms(settings, KEYS, seed=seed).record
+
+
 def store_transforms(settings, store, **options):
     committed = record_transforms(settings, KEYS, **{"seed": 0, "dataset_store": store, **options})
     for key, body in committed.objects.items():
@@ -83,18 +86,18 @@ def test_the_description_does_not_depend_on_the_folder_of_the_files(files, tmp_p
     other = tmp_path_factory.mktemp("other")
     for name in ("clean.py", "tokenizer.json"):
         (other / name).write_bytes((files / name).read_bytes())
-    here = describe_transforms(make_all(files), KEYS, seed=0)
-    there = describe_transforms(make_all(other), KEYS, seed=0)
+    here = describe(make_all(files))
+    there = describe(make_all(other))
     assert here == there
     assert list_transform_changes(here, there) == []
-    assert describe_transforms([], KEYS, seed=0) == {}
+    assert describe([]) == {}
 
 
 def test_each_change_of_a_transform_is_named(files):
-    before = describe_transforms(make_all(files), KEYS, seed=0)
+    before = describe(make_all(files))
 
     def list_changes(settings, seed=0):
-        after = describe_transforms(settings, KEYS, seed=seed)
+        after = describe(settings, seed=seed)
         return [text.partition(" ")[0] for text in list_transform_changes(before, after)]
 
     assert list_changes(make_all(files), seed=1) == ["transforms.seed"]
@@ -150,7 +153,7 @@ def test_a_file_of_another_digest_than_in_the_settings_is_refused(files):
         TokenizeSettings(tokenizer=str(files / "tokenizer.json"), digest=digest),
     ):
         with pytest.raises(errors.ConfigurationError, match=f"and not {digest}"):
-            describe_transforms([settings], KEYS, seed=0)
+            describe([settings])
 
 
 def test_an_installed_module_that_changed_is_refused(files, store, monkeypatch):
@@ -193,14 +196,14 @@ def test_code_that_cannot_work_is_refused_when_the_dataset_is_planned(files, cod
     (files / "clean.py").write_text(code)
     settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean")]
     with pytest.raises(errors.ConfigurationError, match=message):
-        describe_transforms(settings, KEYS, seed=0)
+        describe(settings)
 
 
 def test_a_file_that_is_too_large_is_not_read(files):
     (files / "clean.py").write_text(CODE + "#" * (4 << 20))
     settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean")]
     with pytest.raises(errors.ConfigurationError, match="more than the 4,194,304 that are allowed"):
-        describe_transforms(settings, KEYS, seed=0)
+        describe(settings)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +216,14 @@ def test_a_file_that_is_too_large_is_not_read(files):
 )
 def test_an_installed_function_that_cannot_be_recorded_is_refused(function, message):
     with pytest.raises(errors.ConfigurationError, match=message):
-        describe_transforms([FunctionSettings(function=function)], KEYS, seed=0)
+        describe([FunctionSettings(function=function)])
 
 
 def test_a_tokenizer_is_read_from_a_store_and_from_a_web_server(files):
-    expected = describe_transforms(make_all(files), KEYS, seed=0)
+    expected = describe(make_all(files))
     tokenize = make_all(files)[-1]
     moved = tokenize.model_copy(update={"tokenizer": f"file://{files}/tokenizer.json"})
-    assert describe_transforms([moved], KEYS, seed=0)["steps"] == expected["steps"][-1:]
+    assert describe([moved])["steps"] == expected["steps"][-1:]
     with serve(Site(files={"/tokenizer.json": train_tokenizer()})) as site:
         moved = tokenize.model_copy(update={"tokenizer": f"{site.url}/tokenizer.json"})
         committed = record_transforms([moved], KEYS, seed=0, allow_private=True)

@@ -144,7 +144,7 @@ def test_a_piece_that_is_dropped_while_its_file_is_synced_is_written_again(tmp_p
 
     def drop(_: object) -> None:
         monkeypatch.undo()
-        parts.arrivals.digests[0] = ""
+        parts.arrivals.piece_digests[0] = ""
         parts.arrivals.states[0].drop_segment(0)
 
     monkeypatch.setattr(parts.targets, "sync_partials", drop)
@@ -223,7 +223,7 @@ def test_a_file_of_which_a_segment_was_replaced_is_hashed_again(tmp_path, digest
     parts.write(0, bytes(SIZE))
     parts.hashes.update(0, SIZE)
     assert parts.hashes.get_position(0) == SIZE
-    parts.arrivals.digests[0] = ""
+    parts.arrivals.piece_digests[0] = ""
     parts.arrivals.states[0].drop_segment(0)
     assert parts.arrivals.states[0].missing == 3
     parts.write_large(0, 1, 2)
@@ -250,7 +250,7 @@ def test_the_digest_of_a_file_of_whole_blocks_follows_from_its_segments(tmp_path
     parts.write(1, bytes(MIB))
     parts.finisher.finish([0])
     assert (parts.finished, parts.mismatches) == ([], [0])
-    parts.arrivals.digests[1] = ""
+    parts.arrivals.piece_digests[1] = ""
     parts.arrivals.states[0].drop_segment(1)
     parts.write_large(1)
     assert parts.hashes.compute_digest(0) == compute_blake3(ALIGNED)

@@ -12,7 +12,7 @@ from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import Store, delete, open_store, put
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
-from millrace.swarm.catalogue import combine_digests
+from millrace.swarm.catalogue import combine_segment_blocks
 from millrace.swarm.driving.known_digests import KnownDigests, find_known_digests
 from millrace.swarm.piece_readers import hash_segments
 from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
@@ -72,10 +72,12 @@ def test_the_digests_of_all_pieces_of_a_dataset_are_those_of_its_bytes(store, pi
     resolved = resolve(store, *requests, piece_size=piece_size)
     known = find_known_digests(resolved)
     parts = read_pieces(store, resolved)
-    assert known.pieces == {number: combine_digests(found) for number, found in parts.items()}
+    assert known.pieces == {
+        number: combine_segment_blocks(found) for number, found in parts.items()
+    }
     assert known.files.keys() == set(range(len(resolved.catalogue.files)))
     whole = [p for p in range(len(parts)) if resolved.catalogue.pieces[p][0].file == 0]
-    assert known.files[0] == combine_digests([part for p in whole for part in parts[p]])
+    assert known.files[0] == combine_segment_blocks([part for p in whole for part in parts[p]])
     assert known.refused == ()
 
 
@@ -95,7 +97,7 @@ def test_pieces_that_do_not_begin_with_a_block_are_not_known(store, piece_size):
     known = find_known_digests(resolved)
     parts = read_pieces(store, resolved)
     assert known.pieces == {
-        number: combine_digests(parts[number])
+        number: combine_segment_blocks(parts[number])
         for number, piece in enumerate(resolved.catalogue.pieces)
         if all(segment.size == resolved.catalogue.files[segment.file].size for segment in piece)
     }
@@ -125,7 +127,7 @@ def test_digests_of_blocks_that_do_not_fit_their_shard_are_refused_and_named(sto
     assert 0 not in known.files
     parts = read_pieces(store, resolved)
     for number, digest in known.pieces.items():
-        assert digest == combine_digests(parts[number])
+        assert digest == combine_segment_blocks(parts[number])
 
 
 def test_a_piece_that_also_has_a_file_without_a_digest_is_not_known(store):
@@ -186,7 +188,7 @@ def test_the_pieces_of_a_checkpoint_follow_from_lists_that_fit_its_files(store, 
     resolved = resolve(store, Request(prefix="runs/one/checkpoints/step_000000007/parts"))
     known = find_known_digests(resolved)
     parts = read_pieces(store, resolved)
-    expected = {number: combine_digests(found) for number, found in parts.items()}
+    expected = {number: combine_segment_blocks(found) for number, found in parts.items()}
     if change == "none":
         assert (known.pieces, known.refused) == (expected, ())
         assert known.files.keys() == {0, 1}
