@@ -36,8 +36,8 @@ def test_a_templar_run_becomes_a_chain_and_a_report(
     whole = block(bucket, read=rgw.read_only, write=rgw.full)
     asked = {
         "templar": {
-            "bucket": block(f"{bucket}/templar", read=rgw.read_only), "version": "2.1.28", "first_window": 40,
-            "last_window": 41, "k": 64,
+            "bucket": block(f"{bucket}/templar", read=rgw.read_only),
+            "version": "2.1.28", "first_window": 40, "last_window": 41, "k": 64,
         },
         "bucket": whole,
         "run": RUN.model_dump(mode="json"),
