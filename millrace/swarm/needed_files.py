@@ -8,8 +8,9 @@ that have them only check them.
 
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,7 @@ from millrace.swarm.settings import PrewarmSettings, RayNodes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_CREDENTIALS = ("AWS_", "GOOGLE_", "R2_")  # variables of the driver that the actor gets
 _MAX_WAITING = 100  # calls of tasks that wait at once; further ones wait for these
 _ATTEMPTS = 3  # calls of an actor that has died
 _warmed: dict[str, Path] = {}  # roots of the files that this node has, by their names
@@ -156,7 +158,10 @@ class NeededFiles:
             "get_if_exists": True,
             "max_concurrency": _MAX_WAITING,
         }
-        actor = ray.remote(NodeWarmer).options(**options).remote(self._load_settings())
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith(_CREDENTIALS)
+        }
+        actor = ray.remote(NodeWarmer).options(**options).remote(self._load_settings(), environment)
         _started[options["name"]] = actor
         return actor
 
@@ -177,9 +182,16 @@ class NeededFiles:
 
 
 class NodeWarmer:
-    """Actor that copies files to all nodes of its cluster, one run at a time."""
+    """Actor that copies files to all nodes of its cluster, one run at a time.
 
-    def __init__(self, settings: PrewarmSettings) -> None:
+    Args:
+        settings: Settings of the prewarm.
+        environment: Variables of the driver with credentials for stores. Ray starts actors in the
+            environment of their node.
+    """
+
+    def __init__(self, settings: PrewarmSettings, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._settings, self._lock = settings, threading.Lock()
         self._reasons: dict[str, str] = {}  # by node; empty if the node has the files
         self._runs = 0
