@@ -194,7 +194,7 @@ class NodeWarmer:
         os.environ.update(environment)
         self._settings, self._lock = settings, threading.Lock()
         self._reasons: dict[str, str] = {}  # by node; empty if the node has the files
-        self._runs = 0
+        self._runs = 0  # that have ended
         self._error: Exception | None = None
 
     def warm(self, node_id: str) -> str:
@@ -217,12 +217,14 @@ class NodeWarmer:
         return str(self._settings.root)
 
     def _run(self) -> None:
-        self._runs, self._error = self._runs + 1, None
+        self._error = None
         try:
             report = prewarm(self._settings)
         except Exception as error:
             self._error = error
             raise
+        finally:
+            self._runs += 1
         self._reasons = {node.id: "" if node.ready else node.reason for node in report.nodes}
 
 
