@@ -1,9 +1,6 @@
 """Merge the gradients of a run, window after window, and write the chain of results."""
 
-from typing import Any
-
 from prefect import flow, get_run_logger
-from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,6 +16,7 @@ from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, find_newest_window, report_windows, run_aggregator
+from tasks.run_names import make_field_name
 
 
 class WorkerBucket(BaseModel):
@@ -41,16 +39,11 @@ class InitialWeightsInput(InputLocation, WeightsSource):
         return InitialWeights(**dict(self.make_spec()), **selection)
 
 
-def make_run_name() -> str:
-    """Return ``aggregate-RUN``, for the list of runs."""
-    parameters: dict[str, Any] = flow_run.parameters or {}
-    run = parameters.get("run")
-    name = run.get("run") if isinstance(run, dict) else getattr(run, "run", None)
-    return f"aggregate-{name or 'gradients'}"
-
-
 @draw_form
-@flow(name="aggregate-gradients", flow_run_name=make_run_name)
+@flow(
+    name="aggregate-gradients",
+    flow_run_name=make_field_name("aggregate", "run", "run", "gradients"),
+)
 def aggregate_gradients(
     bucket: BucketLocation,
     run: RunSettings,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, Self
 
-from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
@@ -31,6 +30,7 @@ from tasks.locations import (
     require_location,
 )
 from tasks.renting import RentalReference, make_release_hook
+from tasks.run_names import make_field_name
 from tasks.sharding import ShardingMachinesInput
 
 
@@ -225,10 +225,4 @@ hooks = [
     make_release_hook(find_campaign_sharding_rental),
 ]
 
-
-def make_run_name() -> str:
-    """Return ``campaign-NAME``, for the list of runs."""
-    parameters: dict[str, Any] = flow_run.parameters or {}
-    plan = parameters.get("plan")
-    name = plan.get("name") if isinstance(plan, dict) else getattr(plan, "name", None)
-    return f"campaign-{name}"
+make_run_name = make_field_name("campaign", "plan", "name", "plan")

@@ -1,9 +1,6 @@
 """Make a chain of the gradients of a Templar run."""
 
-from typing import Any
-
 from prefect import flow
-from prefect.runtime import flow_run
 
 from flows.aggregate_gradients import InitialWeightsInput
 from millrace.gradients import RunSettings, TemplarImportSettings
@@ -11,19 +8,12 @@ from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, find_newest_window, import_windows, report_windows
+from tasks.run_names import make_field_name
 from tasks.templar import TemplarInput
 
 
-def make_run_name() -> str:
-    """Return ``import-RUN``, for the list of runs."""
-    parameters: dict[str, Any] = flow_run.parameters or {}
-    run = parameters.get("run")
-    name = run.get("run") if isinstance(run, dict) else getattr(run, "run", None)
-    return f"import-{name or 'gradients'}"
-
-
 @draw_form
-@flow(name="import-gradients", flow_run_name=make_run_name)
+@flow(name="import-gradients", flow_run_name=make_field_name("import", "run", "run", "gradients"))
 def import_gradients(
     templar: TemplarInput,
     bucket: BucketLocation,

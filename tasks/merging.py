@@ -86,10 +86,7 @@ def run_aggregator(settings: AggregatorSettings, after: int) -> AggregationResul
             log.info(
                 "Window %d: %d taken, %d excluded", link.window, len(link.taken), len(link.excluded)
             )
-    seconds = round(time.monotonic() - began, 3)
-    if last is None:
-        return AggregationResult(0, after, 0, "", seconds)
-    return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
+    return _make_result(last, after, began)
 
 
 @retried_task
@@ -107,10 +104,7 @@ def import_windows(settings: TemplarImportSettings, after: int) -> AggregationRe
                 source.first_window + link.window - 1, link.window, len(link.taken),
                 len(link.excluded),
             )  # fmt: skip
-    seconds = round(time.monotonic() - began, 3)
-    if last is None:
-        return AggregationResult(0, after, 0, "", seconds)
-    return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
+    return _make_result(last, after, began)
 
 
 @retried_task
@@ -125,6 +119,14 @@ def report_windows(settings: AggregatorSettings | TemplarImportSettings, after: 
         key="aggregated-gradients",
         description="Merged windows",
     )
+
+
+def _make_result(last: ChainLink | None, after: int, began: float) -> AggregationResult:
+    """Return the result of a run that began at a monotonic time; ``last`` is its newest link."""
+    seconds = round(time.monotonic() - began, 3)
+    if last is None:
+        return AggregationResult(0, after, 0, "", seconds)
+    return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)
 
 
 def describe_windows(

@@ -31,6 +31,25 @@ def make_name(verb: str, subject: str = "bucket") -> Callable[[], str]:
     return make_run_name
 
 
+def make_field_name(verb: str, parameter: str, field: str, fallback: str) -> Callable[[], str]:
+    """Return a function that names a run ``VERB-VALUE``, by a field of a parameter.
+
+    Args:
+        verb: Work of the flow.
+        parameter: Parameter with the field: a model, or the dict of a form that was not validated.
+        field: Field with the value.
+        fallback: Text instead of a value that is missing.
+    """
+
+    def make_run_name() -> str:
+        parameters: dict[str, Any] = flow_run.parameters or {}
+        found = parameters.get(parameter)
+        value = found.get(field) if isinstance(found, dict) else getattr(found, field, None)
+        return f"{verb}-{value or fallback}"
+
+    return make_run_name
+
+
 def _name_bucket(location: Any) -> str:
     """Return the name of a bucket's block, or the last part of its URL."""
     if isinstance(location, Bucket):

@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this machine, each with a folder that stands for its disk."""
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,25 @@ class RayCluster:
         title = f"ray::{name}".encode()
         found = [pid for pid in mine if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
         os.kill(found[0], signal.SIGKILL)
+
+    def run_driver(self, code: str, asked: object) -> Any:
+        """Run a driver in a process of its own: Ray lets one connect to one cluster only.
+
+        Args:
+            code: Program, which prints its result as the last line, in JSON.
+            asked: Its input, as JSON.
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=json.dumps(asked),
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
 
     def stop(self) -> None:
         """Kill all processes of the cluster, and of nothing else."""

@@ -30,7 +30,6 @@ class ChainFollower:
         progress: Receives `LinkApplied`.
 
     Attributes:
-        store: Bucket of the aggregator.
         window: Number of the window of the weights.
         link: Link of that window.
     """
@@ -45,7 +44,7 @@ class ChainFollower:
         after: int,
         progress: Progress,
     ) -> None:
-        self._settings, self.store, self._weights = settings, store, weights
+        self._settings, self._store, self._weights = settings, store, weights
         self._ranks, self._progress = ranks, progress
         self.window = after
         self.link = self.read_link(after)
@@ -57,7 +56,7 @@ class ChainFollower:
             ChainError: The link is missing.
         """
         return self._ranks.run_on_each(
-            lambda: read_link(self.store, self._settings.chain_keys, window)
+            lambda: read_link(self._store, self._settings.chain_keys, window)
         )
 
     def iterate_new_links(self) -> Iterator[ChainLink]:
@@ -67,16 +66,16 @@ class ChainFollower:
             ChainError: The chain is broken.
         """
         keys = self._settings.chain_keys
-        last = self._ranks.run_on_first(lambda: find_newest_window(self.store, keys))
+        last = self._ranks.run_on_first(lambda: find_newest_window(self._store, keys))
         for window in range(self.window + 1, last + 1):
             yield self._advance(window)
 
     def _advance(self, window: int) -> ChainLink:
         before = self.link
         link = self._ranks.run_on_each(
-            lambda: read_link_after(self.store, self._settings.chain_keys, window, before)
+            lambda: read_link_after(self._store, self._settings.chain_keys, window, before)
         )
-        self._weights.apply_link(self.store, link)
+        self._weights.apply_link(self._store, link)
         self._progress(LinkApplied(run=link.run, window=link.window, step=link.step))
         self.link, self.window = link, window
         return link
@@ -94,7 +93,7 @@ class ChainFollower:
         began = time.monotonic()
 
         def is_merged() -> bool:
-            if exists(self.store, keys.make_link_key(window)):
+            if exists(self._store, keys.make_link_key(window)):
                 return True
             waited = time.monotonic() - began
             usual = 2 * self._settings.window_length if timeout is None else timeout
@@ -117,6 +116,6 @@ class ChainFollower:
         """Return the length of a window, which the aggregator's options may have changed."""
         try:
             opening = self._settings.chain_keys.make_opening_key(window)
-            return fetch(self.store, opening, WindowOpening).window_length
+            return fetch(self._store, opening, WindowOpening).window_length
         except (errors.NotFoundError, errors.CorruptError):
             return self._settings.window_length

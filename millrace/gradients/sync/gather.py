@@ -135,7 +135,8 @@ class _Gathering:
                 self._begin_reads()
                 self._collect_results()
                 has_observed = is_hedged or self._results.has_all(self._observed)
-                if has_observed and len(self._select_counting()) >= self._wanted:
+                counting = set(self._results.select_valid()) - self._observed
+                if has_observed and len(counting) >= self._wanted:
                     break
                 time.sleep(max(0.0, asked + pause - time.monotonic()))
             else:
@@ -203,13 +204,11 @@ class _Gathering:
         for uid, result in self._reader.take_finished().items():
             self._results.note(uid, result, is_last=is_last)
 
-    def _select_counting(self) -> list[str]:
-        """Return the workers with valid gradients, in their order, without those that warm up."""
-        return [uid for uid in self._results.select_valid() if uid not in self._observed]
-
     def _make_result(self, seconds: float) -> GatheredWindow:
         results, reader = self._results, self._reader
-        valid = self._select_counting()
+        every_valid = results.select_valid()
+        warm = self._observed.intersection(every_valid)
+        valid = [uid for uid in every_valid if uid not in warm]
         taken = valid[: self._wanted]
         is_complete = len(taken) >= self._wanted
         unread = [
@@ -220,7 +219,6 @@ class _Gathering:
         if self._is_over:
             unread = [uid for uid in unread if is_complete and uid not in self._first]
         spare = valid[self._wanted :] + unread
-        warm = {uid for uid in results.select_valid() if uid in self._observed}
         excluded = {
             uid: _WARM_UP
             if uid in warm

@@ -80,7 +80,8 @@ class Participant:
         threads: int | None = None,
         progress: Progress = ignore_event,
     ) -> None:
-        self._settings, self._uid, self._store = settings, uid, store
+        self._settings, self._uid = settings, uid
+        self._store, self._chain_store = store, chain_store
         self._progress = progress
         self._ranks = ranks = RankGroup(group)
         if isinstance(weights, WeightState):
@@ -276,7 +277,7 @@ class Participant:
                 self._settings,
                 self._uid,
                 self._store,
-                self._chain.store,
+                self._chain_store,
                 key,
                 leaves_after=last,
             )

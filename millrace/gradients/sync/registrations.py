@@ -62,10 +62,12 @@ class Registrar:
         settings = self._settings
         if settings.registration is None:
             return {}
-        opened = self._read_roster(window)
+        keys = settings.chain_keys
+        opened = _read_roster(self._chain_store, keys, window)
         if opened is not None:
             return opened
-        before, fixed = self._read_roster(window - 1) or {}, len(self._fixed)
+        before = _read_roster(self._chain_store, keys, window - 1) or {}
+        fixed = len(self._fixed)
         quorum = max(settings.gather.quorum, 1)
         waits_until = time.monotonic() + settings.window_length.total_seconds()
         is_reported = False
@@ -90,14 +92,6 @@ class Registrar:
                 )
                 is_reported = True
             time.sleep(settings.gather.poll_interval.total_seconds())
-
-    def _read_roster(self, window: int) -> dict[str, RosterEntry] | None:
-        """Return the roster that a window was opened with; None if it was not opened."""
-        opening = self._settings.chain_keys.make_opening_key(window)
-        try:
-            return fetch(self._chain_store, opening, WindowOpening).roster
-        except errors.NotFoundError:
-            return None
 
     def _report_changes(
         self, window: int, before: Mapping[str, RosterEntry], roster: Mapping[str, RosterEntry]
@@ -210,11 +204,17 @@ def read_newest_roster(store: Store, keys: ChainKeys) -> tuple[int, dict[str, Ro
     """
     merged = max(0, find_newest_window(store, keys))
     for window in (merged + 1, merged):
-        try:
-            return window, fetch(store, keys.make_opening_key(window), WindowOpening).roster
-        except errors.NotFoundError:
-            continue
+        if (roster := _read_roster(store, keys, window)) is not None:
+            return window, roster
     return 0, {}
+
+
+def _read_roster(store: Store, keys: ChainKeys, window: int) -> dict[str, RosterEntry] | None:
+    """Return the roster that a window was opened with; None if it was not opened."""
+    try:
+        return fetch(store, keys.make_opening_key(window), WindowOpening).roster
+    except errors.NotFoundError:
+        return None
 
 
 def register(

@@ -1,9 +1,6 @@
 """Tasks and actors of Ray whose node gets their files before they run."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from benchmarks.rig.store import Store
 from millrace.errors import ConfigurationError
 from millrace.swarm import Host, Hosts, PrewarmSettings, RayNodes, Request, needs_files
 from tests.ray_cluster import DISK, RayCluster
-from tests.support.swarm.swarms import make_spec, read_files
+from tests.support.swarm.swarms import make_spec, read_files, reveal_settings
 
 DRIVER = """
 import json, os, sys
@@ -89,25 +86,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 def drive(cluster: RayCluster, store: Store, root: str, code: str, **request: Any) -> list[str]:
-    """Run a driver in a process of its own: Ray lets one connect to one cluster only."""
+    """Run a driver whose tasks need the files of a store."""
     settings = PrewarmSettings(
         requests=(Request(**(request or {"prefix": ""})),),
         stores={"s": make_spec(store)},
         root=Path(root),
     )
-    asked = settings.model_dump(mode="json")
-    asked["stores"] = {"s": make_spec(store).reveal_secrets()}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER + code],
-        input=json.dumps({"settings": asked, "address": cluster.address}),
-        env=os.environ | cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    asked = {"settings": reveal_settings(settings), "address": cluster.address}
+    return cluster.run_driver(DRIVER + code, asked)
 
 
 @pytest.mark.soak  # the guide to the swarm runs a task on each node

@@ -1,9 +1,6 @@
 """Agents that Ray starts, on the living nodes of a cluster."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 from benchmarks.rig.store import Store
 from millrace.swarm import PrewarmSettings, RayNodes, Request
 from tests.ray_cluster import DISK, RayCluster
-from tests.support.swarm.swarms import make_spec, read_files
+from tests.support.swarm.swarms import make_spec, read_files, reveal_settings
 
 WARM = """
 import json, sys
@@ -47,7 +44,7 @@ def warm(
     start_timeout: timedelta = timedelta(seconds=100),
     **more: Any,
 ) -> dict[str, Any]:
-    """Run it in a process of its own: Ray lets one connect to one cluster only."""
+    """Warm the nodes of a cluster, and return the report."""
     settings = PrewarmSettings(
         start_timeout=start_timeout,
         requests=(Request(prefix=""),),
@@ -55,19 +52,7 @@ def warm(
         root=Path(root),
         nodes=RayNodes(address=cluster.address, **more),
     )
-    asked = settings.model_dump(mode="json")
-    asked["stores"] = {"s": make_spec(store).reveal_secrets()}
-    done = subprocess.run(
-        [sys.executable, "-c", code + WARM],
-        input=json.dumps(asked),
-        env=os.environ | cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return cluster.run_driver(code + WARM, reveal_settings(settings))
 
 
 def test_every_living_node_is_warmed_also_a_head_without_cpus(ray_cluster, store):

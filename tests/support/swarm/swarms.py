@@ -233,6 +233,12 @@ def make_spec(store: Store) -> StoreSpec:
     return spec.make_spec(store.make_config())
 
 
+def reveal_settings(settings: PrewarmSettings) -> dict[str, Any]:
+    """Return settings as plain JSON values, with the secrets of the stores."""
+    stores = {name: one.reveal_secrets() for name, one in settings.stores.items()}
+    return {**settings.model_dump(mode="json"), "stores": stores}
+
+
 def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
     """Everything of a store, on every node."""
     values: dict[str, Any] = {
