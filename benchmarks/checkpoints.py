@@ -4,7 +4,9 @@ Run it with ``python -m benchmarks.checkpoints [--quick] [--json FILE]``. The st
 and a Ceph RGW on the loopback interface. Each run is a new process, which creates its state before
 the measurement. ``up`` is a save, and ``down`` is a load.
 
-- ``millrace``: `Saver.save` until its result, and `load`. Both hash every byte.
+- ``millrace``: the first `Saver.save` of a process until its result, and `load`. Both hash every
+  byte.
+- ``in_place``: the same save with ``in_place=True``, which copies a few files at once.
 - ``load_into``: `load_into` of Millrace, into tensors that the process has written before.
 - ``torch-dcp``: ``torch.distributed.checkpoint`` with its file system writer, in RGW through s3fs.
 - ``boto3``: ``safetensors`` to a local file and boto3's transfer manager; straight into a folder.
@@ -12,7 +14,8 @@ the measurement. ``up`` is a save, and ``down`` is a load.
   RGW are hashed for S3's signature. The content of gets is discarded.
 
 ``held`` is the time that `Saver.save` blocks the training, from the second save on. Its ``floor``
-is a copy of the tensors into memory that is already allocated.
+is a copy of the tensors into memory that is already allocated. ``MB/s`` is the rate of these later
+saves into a folder, until they are committed.
 
 ``race`` is the end of an epoch on links with a limited rate (`benchmarks.rig`): two members that
 upload together, each with a link of 200 Mbit/s, and one member (``alone``). Its ``floor`` is the
@@ -28,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +48,7 @@ from benchmarks.rig import DISK, GOODPUT, Host, Rig
 from benchmarks.rig.store import Store
 from millrace.testing.rgw import RGW
 
-SYSTEMS = ("millrace", "torch-dcp", "boto3", "floor")
+SAVING_SYSTEMS = ("millrace", "in_place", "torch-dcp", "boto3", "floor")
 LOADING_SYSTEMS = ("millrace", "load_into", "torch-dcp", "boto3", "floor")
 PLACES = ("folder", "RGW")
 CAPACITY = 20 << 30  # size of the server's disk
@@ -93,7 +97,7 @@ def measure_load(system: str, place: dict[str, Any], size: int, step: int) -> di
 
 
 def measure_blocking(size: int) -> dict[str, float]:
-    """Measure the time that a save blocks its caller, and the time of a copy, alternately."""
+    """Measure saves into a folder and how long they block, and a copy, alternately."""
     import torch
 
     from millrace.checkpoints import Saver
@@ -106,16 +110,24 @@ def measure_blocking(size: int) -> dict[str, float]:
         store = open_store(StoreSpec(url=Path(name).as_uri()))
         blocked: list[float] = []
         copied: list[float] = []
+        saved: list[float] = []
         with Saver(store, JOB) as saver:
             for step in range(5):
                 began = time.perf_counter()
                 for key, tensor in tensors.items():
                     copies[key].copy_(tensor)
                 copied.append(time.perf_counter() - began)
+                began = time.perf_counter()
                 saving = saver.save(state, step=step)
                 blocked.append(saving.held.total_seconds())
                 saving.result()
-    return {"s": median(blocked[1:]), "first_s": blocked[0], "copy_s": median(copied[1:])}
+                saved.append(time.perf_counter() - began)
+    return {
+        "s": median(blocked[1:]),
+        "first_s": blocked[0],
+        "copy_s": median(copied[1:]),
+        "MB/s": size / median(saved[1:]) / 1e6,
+    }
 
 
 def make_figures(seconds: float, cpu: CpuTimer, size: int) -> dict[str, float]:
@@ -131,13 +143,13 @@ def _open_store(place: dict[str, Any]) -> Any:
 
 
 def _prepare_millrace_save(
-    place: dict[str, Any], state: dict[str, Any], step: int
+    place: dict[str, Any], state: dict[str, Any], step: int, *, in_place: bool = False
 ) -> Callable[[], object]:
     """Return a function that saves a state with Millrace."""
     from millrace.checkpoints import Saver
 
-    saver = Saver(_open_store(place), JOB)
-    return lambda: saver.save(state, step=step).result()
+    saver = Saver(_open_store(place), f"{JOB}-in-place" if in_place else JOB)
+    return lambda: saver.save(state, step=step, in_place=in_place).result()
 
 
 def _prepare_millrace_load(place: dict[str, Any], step: int) -> Callable[[], dict[str, Any]]:
@@ -305,6 +317,7 @@ def _copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
 
 SAVES: dict[str, Callable[[dict[str, Any], dict[str, Any], int], Callable[[], object]]] = {
     "millrace": _prepare_millrace_save,
+    "in_place": partial(_prepare_millrace_save, in_place=True),
     "torch-dcp": _prepare_dcp_save,
     "boto3": _prepare_boto3_save,
     "floor": _prepare_floor_save,
@@ -323,7 +336,7 @@ def run_place(results: Results, place: dict[str, Any], *, repeats: int) -> None:
     size = place["size"]
     for repeat in range(repeats):
         # The lower bound needs the files of Millrace, so it saves last.
-        saves = sorted(rotate_systems(SYSTEMS, repeat), key=lambda system: system == "floor")
+        saves = sorted(rotate_systems(SAVING_SYSTEMS, repeat), key=lambda system: system == "floor")
         for work, run, order in (
             ("up", measure_save, saves),
             ("down", measure_load, rotate_systems(LOADING_SYSTEMS, repeat)),
@@ -401,7 +414,7 @@ def report(results: Results) -> None:
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines: list[list[str]] = []
     for work in (f"{name}, {place}" for place in PLACES for name in ("up", "down")):
-        for system in LOADING_SYSTEMS if work.startswith("down") else SYSTEMS:
+        for system in LOADING_SYSTEMS if work.startswith("down") else SAVING_SYSTEMS:
             seconds = values[work, system, "s"]
             cells = [f"{values[work, system, metric].value:.2f}" for metric in ("s", "cpu_s")]
             cells += [
@@ -414,7 +427,8 @@ def report(results: Results) -> None:
     ratio = results.compute_ratio("held", "millrace", "floor", "s")
     print(
         f"\nA save blocks the training for {later.value:.3f} s, {ratio:.2f}x a copy. The first "
-        f"save, which allocates its memory, blocks it for {first.value:.3f} s."
+        f"save, which allocates its memory, blocks it for {first.value:.3f} s. Later saves into a "
+        f"folder run at {values['held', 'millrace', 'MB/s'].value:.0f} MB/s."
     )
     two, one, floor = (
         values["race", system, "s"].value for system in ("millrace", "alone", "floor")
@@ -438,6 +452,7 @@ def main() -> int:
             figures = measure_process(measure_blocking, size).figures
             results.add("held", "millrace", "s", figures["s"])
             results.add("held", "millrace", "first_s", figures["first_s"])
+            results.add("held", "millrace", "MB/s", figures["MB/s"])
             results.add("held", "floor", "s", figures["copy_s"])
         run_races(results, size=size // 2, repeats=repeats)
         place: dict[str, Any] = {"size": size, "scratch": str(folder / "scratch")}

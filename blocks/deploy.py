@@ -4,6 +4,8 @@ Prefect looks for the work pool first, so `prefect deploy --all` alone ends with
 server that was not set up.
 """
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from blocks.setup import SetupOutcome, connect, describe_refusal, make_essential
 from millrace import errors
 
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
+_DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 
 
 def deploy_flows() -> None:
@@ -38,8 +41,7 @@ def deploy_flows() -> None:
         raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
         raise click.ClickException(describe_refusal(error)) from None
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    if subprocess.run(command, check=False).returncode:
+    if not _deploy_all():
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
     if missing:
         click.echo(
@@ -47,6 +49,30 @@ def deploy_flows() -> None:
             "fail. `millrace setup` makes them from the variables of .env.example."
         )
     click.echo("Next: prefect worker start --pool " + WORK_POOL)
+
+
+def _deploy_all() -> bool:
+    """Deploy the flows with Prefect's command, and print a line for each.
+
+    Prefect prints twenty lines for each, which are shown if it fails.
+
+    Returns:
+        Whether Prefect has deployed all.
+    """
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    wide = os.environ | {"COLUMNS": "500"}  # no line is broken
+    shown: list[str] = []
+    with subprocess.Popen(
+        command, env=wide, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            shown.append(line)
+            if found := _DEPLOYED.search(line):
+                click.echo(f"{found[1]}: deployed")
+    if process.returncode:
+        click.echo("".join(shown))
+    return not process.returncode
 
 
 def _find_missing_blocks(client: SyncPrefectClient) -> list[str]:

@@ -23,6 +23,7 @@ from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
 from tasks.renting import RentalReference, require_ledger
+from tasks.retries import tolerate
 
 
 @draw_form
@@ -90,7 +91,7 @@ def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: Campa
     campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
     if campaign_tasks.read_training_progress(training).needs_cooldown(training, epoch):
         job, timeout = training.epoch_job, training.cooldown_timeout
-        with campaign_tasks.tolerate(UnavailableError, "The training goes on without a checkpoint"):
+        with tolerate(UnavailableError, "The training goes on without a checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
 
 
@@ -110,7 +111,7 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
     with campaign_tasks.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
         await_machines(supervisor)
         if has_marker:  # the machines wait for their files
-            with campaign_tasks.tolerate(MillraceError, "Workers read the store themselves"):
+            with tolerate(MillraceError, "Workers read the store themselves"):
                 data = training.dataset
                 files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
                 files.append(FilesRequest(bucket=bucket, checkpoint=training.weights_job))

@@ -12,6 +12,7 @@ from blocks import VastCredentials
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from millrace.swarm import (
+    CacheCheck,
     Host,
     Hosts,
     PrewarmOptions,
@@ -76,6 +77,12 @@ class FilesRequest(InputLocation):
         default=None,
         description="User id and group id of the files: `[1000, 1000]`. Needs root on the nodes.",
     )
+    check: CacheCheck | None = Field(
+        title="Check of present files",
+        default=None,
+        description="Check of files of this request from an earlier run; by default that of the "
+        "options.",
+    )
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
@@ -96,6 +103,7 @@ class FilesRequest(InputLocation):
             into=self.into,
             mode=self.mode,
             owner=self.owner,
+            check=self.check,
             sha256=self.sha256,
         )
 

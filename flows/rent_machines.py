@@ -26,6 +26,7 @@ from tasks.renting import (
     start_rental,
 )
 from tasks.reports import Markdown, format_bold, format_code, format_markdown
+from tasks.retries import tolerate
 
 
 def find_requested_rental(parameters: dict[str, Any]) -> RentalReference | None:
@@ -97,15 +98,19 @@ def _report_machines(
 ) -> list[MachineStatus]:
     """Publish a report of the machines of a rental, and return them.
 
+    A failure is only logged: the machines run, and must not be released for want of a report.
+
     Args:
         settings: Settings of the rental.
         dollars: Cost so far.
         release: Sentences about the release of the machines.
     """
-    mine = [one for one in fetch_machines(settings.ledger) if one.rental == settings.name]
-    headline = format_markdown(
-        "{}: {} run, ${:.2f} so far. {}",
-        format_bold(settings.name), format_count(len(mine), "machine"), dollars, release,
-    )  # fmt: skip
-    report_rentals(headline, mine, key="rent-machines")
+    mine: list[MachineStatus] = []
+    with tolerate(Exception, "There is no report of the machines, which are rented"):
+        mine = [one for one in fetch_machines(settings.ledger) if one.rental == settings.name]
+        headline = format_markdown(
+            "{}: {} run, ${:.2f} so far. {}",
+            format_bold(settings.name), format_count(len(mine), "machine"), dollars, release,
+        )  # fmt: skip
+        report_rentals(headline, mine, key="rent-machines")
     return mine

@@ -35,6 +35,8 @@ def verify_datasets(
 ) -> dict[str, Verification] | None:
     """Check that every shard of complete datasets exists, and has the bytes that were written.
 
+    An object beside the shards that the manifest does not name fails the run, too.
+
     The mirrors of a block are verified too, against the manifests in the bucket.
 
     Args:
@@ -61,6 +63,7 @@ def verify_datasets(
     if faults:
         raise CorruptError(
             f"Missing or different at {spec.url}: {format_count(faults, 'object')}. The report "
-            "names each object. Run `shard-dataset` with `repair`, or restore the objects."
+            "names each object. Run `shard-dataset` with `repair`, or restore the objects. Delete "
+            "objects that are not in the manifest."
         )
     return found

@@ -358,7 +358,7 @@ def find_stale_uploads(
     before: datetime,
     *,
     prefix: str = "",
-    is_included: Callable[[str], bool] = lambda _: True,
+    is_included: Callable[[UnfinishedUpload], bool] = lambda _: True,
 ) -> StaleUploads:
     """Find the unfinished uploads that began before a time, and abort none.
 
@@ -366,7 +366,7 @@ def find_stale_uploads(
         store: Store of the uploads, with credentials to write.
         before: Time by the store's clock.
         prefix: Text that the keys start with.
-        is_included: Function that selects the uploads by their keys.
+        is_included: Function that selects the uploads.
 
     Raises:
         DeniedError: The credentials may not list uploads.
@@ -375,7 +375,7 @@ def find_stale_uploads(
     failures: list[ObjectFailure] = []
     recent = 0
     for one in list_uploads(store, prefix):
-        if not is_included(one.key):
+        if not is_included(one):
             continue
         if one.started_at >= before:
             recent += 1

@@ -28,7 +28,7 @@ from millrace.keys.leases import (
     make_lease_prefix,
     parse_lease,
 )
-from millrace.processes import read_start_time
+from millrace.processes import has_ended, read_start_time
 from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
@@ -80,7 +80,7 @@ class Holder(BaseModel):
         return (
             self.machine != ""
             and self.machine == _identify_machine()
-            and (read_start_time(self.pid) != self.started)
+            and has_ended(self.pid, self.started)
         )
 
 
@@ -121,6 +121,14 @@ class StoreClock:
         clock = cls(head(store, key).last_modified, written)
         delete(store, [key])
         return clock
+
+    @classmethod
+    def read_if_permitted(cls, store: Store, scope: str) -> "StoreClock":
+        """Read the store's clock, or this machine's clock if the credentials may only read."""
+        try:
+            return cls.read(store, scope, Holder.describe_this_process())
+        except errors.DeniedError:
+            return cls.read_machine_clock()
 
     @classmethod
     def read_machine_clock(cls) -> "StoreClock":

@@ -21,6 +21,28 @@ def read_start_time(pid: int) -> str | None:
     return None if fields is None or fields[0] in {"Z", "X"} else fields[19]
 
 
+def has_ended(pid: int, started: str) -> bool:
+    """Decide whether a process has ended.
+
+    Some systems hide the processes of other users (``hidepid`` of proc). Of these, only the number
+    is known.
+
+    Args:
+        pid: Number of the process.
+        started: Start of the process, from `read_start_time`.
+    """
+    fields = _read_stat(pid)
+    if fields is not None:
+        return fields[0] in {"Z", "X"} or fields[19] != started
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
 def adopt_orphans() -> None:
     """Become the parent of each descendant whose parent ends. Linux only.
 

@@ -3,9 +3,12 @@
 Each capability defines the classes of its events in its module ``progress_events``.
 """
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,5 +45,25 @@ def serialize_events(progress: Progress) -> Progress:
     def pass_on(event: Event) -> None:
         with lock:
             progress(event)
+
+    return pass_on
+
+
+def shield_progress(progress: Progress) -> Progress:
+    """Return a function that passes on events to a receiver, also after the receiver has failed.
+
+    The first error of the receiver, such as a closed pipe, is logged. Errors never reach the
+    sender of an event.
+    """
+    has_failed = False
+
+    def pass_on(event: Event) -> None:
+        nonlocal has_failed
+        try:
+            progress(event)
+        except Exception as error:  # noqa: BLE001 - the progress of an event fails no work
+            if not has_failed:
+                _log.warning("The progress cannot be shown. The work goes on.", exc_info=error)
+            has_failed = True
 
     return pass_on

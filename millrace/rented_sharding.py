@@ -2,8 +2,10 @@
 
 import time
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -24,15 +26,17 @@ from millrace.rentals import (
     StorageGrant,
     VastAccount,
     check_offer_id,
-    make_credential_settings,
+    describe_granted,
+    make_access_settings,
     make_store_settings,
 )
-from millrace.settings import load_settings, validate_settings
+from millrace.settings import escape_variables, load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
 
 _SETTINGS_FILE = "millrace-run.yaml"
 _CA_FILE = "source-ca.pem"
 _MAX_CA_BYTES = 1 << 20
+_EXIT_TIMEOUT = timedelta(minutes=5)  # time of the programs to end after the dataset is complete
 
 
 class ShardingMachineSettings(CodeRepository):
@@ -100,7 +104,10 @@ def run_pipeline(
     if isinstance(settings, PipelineSettings):
         config, origin = settings, "The settings"
     else:
-        config, origin = load_settings(Path(settings), PipelineSettings), str(settings)
+        config, origin = (
+            load_settings(Path(settings), PipelineSettings, template="millrace init"),
+            str(settings),
+        )
     if dataset is not None:
         config = config.model_copy(update={"dataset": dataset})
     if not use_vast:
@@ -145,6 +152,7 @@ def shard_on_machines(
 
     If the process is killed, the machines of its rental are released after half a minute, or
     taken over by a next run. A complete dataset needs no machine: then `shard_dataset` is called.
+    A program that has not ended five minutes after the dataset is complete ends with its machine.
 
     Args:
         config: Settings of the dataset.
@@ -172,12 +180,14 @@ def shard_on_machines(
     follower.poll()
     supervisor = RentalSupervisor(rental, repeat=True, progress=nullcontext(progress))
     with supervisor:
-        is_over = False
-        while not is_over:
+        is_over = is_complete = False
+        while not (is_over or is_complete):
             supervisor.wait_until_done(vast.timeouts.poll_interval)
             is_over = supervisor.is_over  # before the poll, so that the last poll reads all
             with suppress(errors.MillraceError):  # the next poll reads the rest
+                is_complete = follower.is_complete
                 follower.poll()
+        supervisor.wait_until_done(_EXIT_TIMEOUT)
         supervisor.raise_failure()
     if not follower.is_complete:
         raise errors.MachineError(
@@ -221,18 +231,21 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
         config.sharding.transforms, allow_private=config.source.allow_private
     )
     sharding = config.sharding.model_copy(update={"transforms": transforms})
-    settings = config.model_copy(update={"sharding": sharding}).model_dump(
-        mode="json", exclude={"store": True, "source": set(StoreSpec.model_fields)}
+    settings: dict[str, Any] = escape_variables(
+        config.model_copy(update={"sharding": sharding}).model_dump(
+            mode="json", exclude={"store": True, "source": set(StoreSpec.model_fields)}
+        )
     )
-    settings["store"] = make_store_settings(config.store, Right.WRITE)
+    granted = describe_granted(config.store)
+    settings["store"] = make_store_settings(granted, Right.WRITE)
     storage_grants = [StorageGrant(prefix=f"{config.dataset}/", access=Right.WRITE)]
     path, source = _find_path_below(config.store, config.source.store), None
     if path is not None:
         storage_grants.append(StorageGrant(prefix=f"{path}/"))
-        settings["source"] |= make_store_settings(config.store, Right.READ, path)
+        settings["source"] |= make_store_settings(granted, Right.READ, path)
     else:
         source = _check_source(config.source.store, vast)
-        settings["source"] |= _make_source_settings(source)
+        settings["source"] |= _make_source_settings(describe_granted(source))
         if source.ca_file is not None:
             files[_CA_FILE] = _read_ca_file(source.ca_file)
             settings["source"]["ca_file"] = _CA_FILE
@@ -276,7 +289,7 @@ def _make_mirror_settings(
         path = _find_path_below(store, mirror)
     if path is not None:
         storage_grants.append(StorageGrant(prefix=f"{path}/"))
-        return make_store_settings(store, Right.READ, path)
+        return make_store_settings(describe_granted(store), Right.READ, path)
     if is_store_url(mirror.url) or mirror.options or mirror.ca_file:
         raise errors.ConfigurationError(
             f"Rented machines cannot read the mirror {mirror.url}: they get credentials of one "
@@ -288,17 +301,11 @@ def _make_mirror_settings(
 
 def _make_source_settings(source: StoreSpec) -> dict[str, Any]:
     """Return the settings of a source for a file on a machine, with variables for its secrets."""
-    settings: dict[str, Any] = source.model_dump(
-        mode="json", include={"url", "endpoint", "region", "account_id"}, exclude_none=True
+    fields = {"url", "endpoint", "region", "account_id"}
+    settings: dict[str, Any] = escape_variables(
+        source.model_dump(mode="json", include=fields, exclude_none=True)
     )
-    if source.credentials is not None:
-        settings["credentials"] = make_credential_settings("MILLRACE_SOURCE")
-    if source.options:
-        settings["options"] = {
-            name: f"${{MILLRACE_SOURCE_OPTION_{number}}}"
-            for number, name in enumerate(sorted(source.options))
-        }
-    return settings
+    return settings | make_access_settings(source, "MILLRACE_SOURCE")
 
 
 def _read_ca_file(path: Path) -> str:
@@ -335,7 +342,7 @@ def _find_path_below(store: StoreSpec, source: StoreSpec) -> str | None:
         return None
     target, origin = open_store(store, make_folder=False), open_store(source, make_folder=False)
     if origin.url.startswith(f"{target.url}/") and target.endpoint == origin.endpoint:
-        return str(PurePosixPath(origin.url.removeprefix(f"{target.url}/")))
+        return str(PurePosixPath(unquote(origin.url.removeprefix(f"{target.url}/"))))
     return None
 
 
@@ -346,7 +353,8 @@ def _check_source(source: StoreSpec, vast: VastSettings) -> StoreSpec:
         ConfigurationError: The machines cannot read the source, or it has options that may not be
             sent.
     """
-    if source.options and not vast.share_source_options:
+    is_google = source.url.startswith("gs://")  # the machines get tokens, and no options
+    if source.options and not vast.share_source_options and not is_google:
         raise errors.ConfigurationError(
             f"The source {source.url} has options, such as a token, which whoever owns a rented "
             "machine could read: name a token that can read this source only, and set "
@@ -355,12 +363,12 @@ def _check_source(source: StoreSpec, vast: VastSettings) -> StoreSpec:
     if not is_store_url(source.url):
         return source
     origin = open_store(source, make_folder=False)
-    if not origin.is_s3_compatible or origin.spec.ca_file:
+    if not (origin.is_s3_compatible or is_google) or origin.spec.ca_file:
         raise errors.ConfigurationError(
-            f"Rented machines cannot read the source {origin.url}: copy it into a bucket of S3 or "
-            "R2 or below the store of the shards, or shard it without --use-vast."
+            f"Rented machines cannot read the source {origin.url}: copy it into a bucket of S3, R2 "
+            "or Google, or below the store of the shards, or shard it without --use-vast."
         )
-    if source.credentials is None:
+    if source.credentials is None and not is_google:
         raise errors.ConfigurationError(
             f"Rented machines have no credentials of this machine's environment for {origin.url}: "
             "write those of the source into its settings. The machines get temporary ones."

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ValidationError
 
 from millrace.environment import read_variable
 from millrace.errors import ConfigurationError
+from millrace.formatting import format_count
+from millrace.settings_values import write_duration
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -31,6 +36,17 @@ _UNKNOWN = (
     "there is no such setting in this version of Millrace: correct its name, or install the "
     "version that has it"
 )
+_LIST, _MAPPING = "write a list: [FIRST, SECOND]", "write settings by name: {NAME: VALUE}"
+_FAULTS = {
+    "extra_forbidden": _UNKNOWN,
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+}
+"""Descriptions of faults that pydantic describes in words of Python."""
+_TIMEDELTA = re.compile(r"datetime\.timedelta\(([^)]*)\)")
 _PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
 M = TypeVar("M", bound=BaseModel)
@@ -58,7 +74,8 @@ def parse_duration(value: Any) -> Any:
         example = text.lstrip("+-") if bare else "90"
         raise ValueError(
             f"{text!r} {why}: write {example}s, {example}m, {example}h or {example}d (seconds, "
-            "minutes, hours, days; 1w is a week, PT20M is ISO 8601)"
+            "minutes, hours, days; 1w is a week, PT20M is ISO 8601). Small letters, and no spaces "
+            "between several parts: 1h30m"
         )
     try:
         seconds = sum(Fraction(part[1]) * _UNITS[part[2]] for part in parts)
@@ -104,31 +121,40 @@ Size = Annotated[ByteSize, BeforeValidator(parse_size)]
 """A number of bytes, with or without a unit: `64MiB`, `80GB`, `1000`."""
 
 
-def load_settings(path: Path, model: type[M], environ: Mapping[str, str] | None = None) -> M:
+def load_settings(
+    path: Path,
+    model: type[M],
+    environ: Mapping[str, str] | None = None,
+    *,
+    template: str = "",
+) -> M:
     """Read a settings file into a model.
 
     Args:
         path: Path of a ``.yaml``, ``.yml`` or ``.toml`` file.
         model: Class of the settings.
         environ: Values of variables; by default the environment of the process.
+        template: As for `read_settings_file`.
 
     Raises:
         ConfigurationError: The file cannot be read, the file is not YAML or TOML, variables are
             not set, or the model refuses values. The message names all unset variables with their
             lines. The message contains no value, since a value could be a secret.
     """
-    return validate_settings(model, read_settings_file(path, environ), source=str(path))
+    data = read_settings_file(path, environ, template=template)
+    return validate_settings(model, data, source=str(path))
 
 
 def read_settings_file(
-    path: Path, environ: Mapping[str, str] | None = None, *, template: str = "millrace init"
+    path: Path, environ: Mapping[str, str] | None = None, *, template: str = ""
 ) -> dict[str, Any]:
     """Return the settings of a file by their names, with ``${VAR}`` filled in.
 
     Args:
         path: Path of the file, as for `load_settings`.
         environ: Values of variables, as for `load_settings`.
-        template: Command that writes such a file to start from, for error messages.
+        template: Command that writes such a file to start from, for error messages; empty if
+            there is none.
 
     Raises:
         ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
@@ -148,7 +174,8 @@ def parse_settings_file(path: Path, *, template: str) -> tuple[dict[str, Any], s
 
     Args:
         path: Path of the file, as for `load_settings`.
-        template: Command that writes such a file to start from, for error messages.
+        template: Command that writes such a file to start from, for error messages; empty if
+            there is none.
 
     Raises:
         ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
@@ -157,7 +184,8 @@ def parse_settings_file(path: Path, *, template: str) -> tuple[dict[str, Any], s
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(
-            f"There is no settings file at {path}. `{template}` writes one to start from."
+            f"There is no settings file at {path}. "
+            + (f"`{template}` writes one to start from." if template else "Correct the path.")
         ) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -169,7 +197,8 @@ def parse_settings_file(path: Path, *, template: str) -> tuple[dict[str, Any], s
     data = _parse_text(path, text)
     if not isinstance(data, dict):
         raise ConfigurationError(
-            f"{path} has no settings by name: write them as in a file of `{template}`."
+            f"{path} has no settings by name. "
+            + (f"Write them as in a file of `{template}`." if template else "Write NAME: VALUE.")
         )
     return cast("dict[str, Any]", data), text
 
@@ -189,13 +218,30 @@ def validate_settings(model: type[M], data: object, *, source: str) -> M:
         return model.model_validate(data)
     except ValidationError as error:
         faults: dict[str, None] = {}
-        for fault in error.errors(include_input=False, include_url=False):
-            path = _format_path(fault["loc"], data, missing=fault["type"] == "missing")
-            message = fault["msg"].removeprefix(_PREFIX)
-            if fault["type"] == "extra_forbidden":
-                message = _UNKNOWN
-            faults[f"{path or 'settings'}: {message}"] = None
+        found = error.errors(include_input=False, include_url=False)
+        for fault in found:
+            loc = fault["loc"]
+            if fault["type"] == "too_short" and any(
+                len(loc) < len(one["loc"]) and loc == one["loc"][: len(loc)] for one in found
+            ):
+                continue  # the items are there, and are invalid themselves
+            path = _format_path(loc, data, missing=fault["type"] == "missing")
+            faults[f"{path or 'settings'}: {_describe_fault(fault)}"] = None
         raise ConfigurationError(f"{source}: {'; '.join(faults)}.") from None
+
+
+def _describe_fault(fault: "ErrorDetails") -> str:
+    """Return a fault that pydantic found, in the words of a settings file."""
+    if fault["type"] == "too_short":
+        return f"write at least {format_count(fault.get('ctx', {})['min_length'], 'item')}"
+    message = fault["msg"].removeprefix(_PREFIX)
+    return _FAULTS.get(fault["type"]) or _TIMEDELTA.sub(_write_timedelta, message)
+
+
+def _write_timedelta(match: re.Match[str]) -> str:
+    """Return a limit that pydantic writes as ``datetime.timedelta(days=7)`` as a duration."""
+    parts = {name: int(number) for name, number in re.findall(r"(\w+)=(-?\d+)", match[1])}
+    return write_duration(timedelta(**parts))
 
 
 def _format_path(parts: tuple[int | str, ...], data: Any, *, missing: bool) -> str:
@@ -244,6 +290,22 @@ def fill_variables(
     """
     missing: list[str] = []
     return _expand_variables(dict(data), environ, missing), missing
+
+
+def escape_variables(value: Any) -> Any:
+    """Return settings in which each ``${VAR}`` of the text is ``$${VAR}``.
+
+    So a settings file that is written from them has the same text when it is read.
+    """
+    match value:
+        case str():
+            return _VARIABLE.sub(lambda match: f"${match[0]}", value)
+        case dict():
+            return {k: escape_variables(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        case list():
+            return [escape_variables(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        case _:
+            return value
 
 
 def _expand_variables(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:

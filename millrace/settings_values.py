@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-_UNITS = (("d", 86400), ("h", 3600), ("m", 60))
+_UNITS = (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60))
 _SIZES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 

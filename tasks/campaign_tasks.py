@@ -84,20 +84,6 @@ def supervise_machines(training: Training, ledger: LedgerSettings) -> RentalSupe
 
 
 @contextmanager
-def tolerate(kind: type[MillraceError], consequence: str) -> Generator[None]:
-    """Continue after an error of the block, and log it.
-
-    Args:
-        kind: Kind of the errors that are tolerated.
-        consequence: Consequence of an error, for the log.
-    """
-    try:
-        yield
-    except kind as error:
-        get_run_logger().warning("%s: %s", consequence, format_error(error))
-
-
-@contextmanager
 def report_failure(campaign: Campaign) -> Generator[None]:
     """Publish the report of a campaign that ends with an error, and raise the error."""
     try:

@@ -1,4 +1,4 @@
-"""Tasks that verify and copy checkpoints."""
+"""Tasks that verify, copy and import checkpoints."""
 
 import os
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from millrace import audit, errors
 from millrace.checkpoints import (
     HubSpec,
+    ImportedCheckpoint,
     SavedSource,
     StoreDestination,
     VerifyDepth,
@@ -133,6 +134,48 @@ def copy_checkpoint(source: SavedSource, target: StoreSpec | HubSpec, job: str) 
         return destinations.copy_and_measure(
             StoreDestination(origin), wanted, open_destination(target), job, progress=progress
         )
+
+
+@retried_task
+def import_checkpoint(
+    source: StoreSpec | HubSpec, target: StoreSpec, job: str, step: int | None, only: str
+) -> ImportedCheckpoint:
+    """Save a checkpoint of another tool as one of a job."""
+    from millrace.checkpoints import importing  # noqa: PLC0415 - imports torch
+
+    key = make_artifact_key("progress", "import", job)
+    with CheckpointProgress(key, waiting="Looking for weights.") as progress:
+        return importing.import_checkpoint(
+            source, open_store(target), job, step=step, only=only, progress=progress
+        )
+
+
+@task(cache_policy=NO_CACHE)
+def report_import(done: ImportedCheckpoint, url: str) -> None:
+    """Publish the report of the imported checkpoint."""
+    publish_report(
+        describe_import(done, url), key="imported-checkpoint", description="Imported checkpoint"
+    )
+
+
+def describe_import(done: ImportedCheckpoint, url: str) -> Markdown:
+    """Return the report of the imported checkpoint.
+
+    Args:
+        done: Imported checkpoint.
+        url: URL of the bucket.
+    """
+    found = done.checkpoint
+    return join_blocks(
+        format_markdown(
+            "**Step {:,}** of {} is in {}: {}, {} in {}. It was imported from {}:",
+            found.step, format_code(found.job), format_code(url),
+            format_count(done.tensors, "tensor"),
+            format_size(found.size), format_count(len(found.parts), "file"),
+            format_code(done.source),
+        ),
+        format_table(("File",), ((format_code(name),) for name in done.files)),
+    )  # fmt: skip
 
 
 @task(cache_policy=NO_CACHE)

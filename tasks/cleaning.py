@@ -190,6 +190,13 @@ def report_contents(found: StoreContents) -> None:
         )
         if found.versions
         else Markdown(),
+        format_table(
+            ("No object, and stays", "Reason"),
+            [(format_code(one.key), one.reason) for one in found.unlisted],
+            SHOWN_ROWS,
+        )
+        if found.unlisted
+        else Markdown(),
     )  # fmt: skip
     publish_report(text, key="cleaning", description="Objects that would be deleted")
 

@@ -3,7 +3,14 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, compare_objects, copy_objects
+from millrace.cleanup import (
+    CopyOutcome,
+    CopyResult,
+    ObjectFilter,
+    compare_objects,
+    copy_objects,
+    open_destination,
+)
 from millrace.errors import MillraceError
 from millrace.storage import StoreSpec, open_store
 from tasks.formatting import (
@@ -50,9 +57,8 @@ def copy_bucket_objects(
             return compare_objects(
                 here, destination, objects, overwrite=overwrite, progress=progress
             )
-        return copy_objects(
-            here, open_store(destination), objects, overwrite=overwrite, progress=progress
-        )
+        there = open_destination(here, destination, objects)
+        return copy_objects(here, there, objects, overwrite=overwrite, progress=progress)
 
 
 @task(cache_policy=NO_CACHE)
@@ -99,6 +105,13 @@ def describe_copied_objects(found: CopyResult, *, dry_run: bool) -> Markdown:
         if conflicts
         else Markdown(),
         tabulate_failures(found.failures),
+        format_table(
+            ("Not copied", "Reason"),
+            [(format_code(one.key), one.reason) for one in found.skipped],
+            SHOWN_ROWS,
+        )
+        if found.skipped
+        else Markdown(),
     )  # fmt: skip
 
 

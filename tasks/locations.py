@@ -268,6 +268,16 @@ class InputLocation(BaseModel):
         return [spec.with_prefix(self.prefix) for spec in make_mirror_specs(self.location)]
 
 
+L = TypeVar("L", bound=InputLocation)
+
+
+def _check_hub_credentials(location: L, credentials: HuggingFaceCredentials | None) -> L:
+    """Refuse a token of the Hub for another location."""
+    if credentials and not str(location.location).startswith("hf://"):
+        raise ValueError("`credentials` are for `hf://` URLs: remove them, or correct `url`")
+    return location
+
+
 class HubRepository(BaseModel):
     """A repository of the Hugging Face Hub."""
 
@@ -287,6 +297,38 @@ class HubRepository(BaseModel):
             token=self.credentials.token,
             endpoint=self.credentials.endpoint,
         )
+
+
+class WeightsInput(InputLocation):
+    """Weights that another tool saved."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: Url | None = Field(
+        default=None,
+        title="URL",
+        description="A folder or a file, `file:///models/llama` or `s3://bucket/runs/step_1000`, "
+        "by the worker's credentials; or a model of the Hugging Face Hub, `hf://owner/name`.",
+    )
+    credentials: HuggingFaceCredentials | None = Field(
+        default=None,
+        description="A block with a token that may read the model, for `hf://` URLs. By default "
+        "the token of the worker's environment.",
+    )
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> "WeightsInput":
+        return _check_hub_credentials(self, self.credentials)
+
+    def make_place(self) -> StoreSpec | HubSpec:
+        """Return the store or the repository of the weights, with the credentials to read them."""
+        url = str(self.location)
+        if not url.startswith("hf://"):
+            return self.make_spec()
+        spec, block = HubSpec.parse(url), self.credentials
+        if block is None:
+            return spec
+        return spec.model_copy(update={"token": block.token, "endpoint": block.endpoint})
 
 
 class SourceInput(SourceSettings, InputLocation):
@@ -315,9 +357,7 @@ class SourceInput(SourceSettings, InputLocation):
 
     @model_validator(mode="after")
     def _check_credentials(self) -> "SourceInput":
-        if self.credentials and not str(self.location).startswith("hf://"):
-            raise ValueError("`credentials` are for `hf://` URLs: remove them, or correct `url`")
-        return self
+        return _check_hub_credentials(self, self.credentials)
 
     def make_spec(self) -> StoreSpec:
         """Return the store of the files, with the credentials to read them."""

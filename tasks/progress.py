@@ -13,7 +13,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-from millrace.checkpoints.progress_events import CooldownProgressed, PartStored
+from millrace.checkpoints.progress_events import CooldownProgressed, ImportStarted, PartStored
 from millrace.cleanup.progress_events import ObjectsCopied, ObjectsListed
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -293,21 +293,30 @@ class CheckpointProgress(LiveProgress):
 
     _stored_bytes = _members = 0
 
-    def __init__(self, key: str, total_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        key: str,
+        total_bytes: int = 0,
+        *,
+        waiting: str = "Waiting for the votes of the members.",
+    ) -> None:
         """Begin to count.
 
         Args:
             key: Key of the artifact.
             total_bytes: Bytes of the checkpoint; 0 if unknown.
+            waiting: Text while the number of bytes is unknown.
         """
         super().__init__(key)
-        self._total_bytes = total_bytes
+        self._total_bytes, self._waiting = total_bytes, waiting
 
     def _handle_event(self, event: Event) -> None:
         match event:
             case CooldownProgressed():
                 self._stored_bytes, self._total_bytes = event.stored, event.size
                 self._members = event.members
+            case ImportStarted():
+                self._total_bytes = event.size
             case PartStored():
                 self._stored_bytes += event.size
             case _:
@@ -321,7 +330,7 @@ class CheckpointProgress(LiveProgress):
 
     def _describe(self, seconds: float) -> str:
         if not self._total_bytes:
-            return "Waiting for the votes of the members."
+            return self._waiting
         through = f"; {format_count(self._members, 'member')} through" if self._members else ""
         return (
             f"{format_size(self._stored_bytes)} of {format_size(self._total_bytes)} there{through}."

@@ -150,13 +150,15 @@ def make_supervisor(
 ) -> RentalSupervisor:
     """Return the supervisor of a rental. The progress is shown in the run that calls this function.
 
+    Programs that ended under an earlier owner run again: their work is not done.
+
     Args:
         settings: Settings of the rental.
         is_proven: Function that decides whether the program is known to work.
     """
     key = make_artifact_key("progress", "machines", settings.name)
     progress = RentalProgress(key, settings.machines)
-    return RentalSupervisor(settings, is_proven, progress=progress)
+    return RentalSupervisor(settings, is_proven, repeat=True, progress=progress)
 
 
 @task(cache_policy=NO_CACHE)

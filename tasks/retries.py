@@ -1,14 +1,15 @@
-"""Retries of tasks after a store did not answer or a worker was lost."""
+"""Failures of tasks: which of them are tried again, and which a flow tolerates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
-from prefect import Task, task
+from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import exponential_backoff
 
-from millrace.errors import UnavailableError, WorkerError
+from millrace.errors import UnavailableError, WorkerError, format_error
 
 RETRY_DELAYS: Callable[[int], list[float]] = exponential_backoff(backoff_factor=10)
 
@@ -31,3 +32,17 @@ retried_task = task(
     retry_condition_fn=should_retry,
 )
 """Decorator of a task that is tried again after a store did not answer or a worker was lost."""
+
+
+@contextmanager
+def tolerate(kind: type[Exception], consequence: str) -> Generator[None]:
+    """Continue after an error of the block, and log it.
+
+    Args:
+        kind: Kind of the errors that are tolerated.
+        consequence: Consequence of an error, for the log.
+    """
+    try:
+        yield
+    except kind as error:
+        get_run_logger().warning("%s: %s", consequence, format_error(error))

@@ -127,6 +127,8 @@ def repair_shards(settings: PipelineSettings) -> datasets.Repair:
         len(repaired.remade_keys) or "none",
         ", ".join(repaired.remade_keys[:20]) or "-",
     )
+    for stray in repaired.strays[:20]:
+        get_run_logger().warning("Not repaired: %s: %s", stray.key, stray.reason)
     return repaired
 
 
@@ -199,7 +201,10 @@ def describe_shards(made: ShardingResult) -> Markdown:
     if made.pace:
         plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: rate of this run")
         drawn = format_image(plot, "rate in MB/s over the seconds of this run")
-    return join_blocks(join((whole, own), " "), format_table(("Figure", "Value"), rows), drawn)
+    warnings = [format_markdown("{} {}", format_bold("Warning:"), one) for one in report.warnings]
+    return join_blocks(
+        join((whole, own), " "), *warnings, format_table(("Figure", "Value"), rows), drawn
+    )
 
 
 def _group_by_format(shards: Iterable[ManifestShard]) -> Mapping[str, Sequence[ManifestShard]]:

@@ -83,6 +83,8 @@ def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown
     parts = [f"{format_count(shards, 'shard')} at fault" if shards else "every shard is there"]
     if others := sum(len(seen.other_faults) for seen in found.values()):
         parts.append(f"{format_count(others, 'other object')} at fault")
+    if strays := sum(len(seen.strays) for seen in found.values()):
+        parts.append(f"{format_count(strays, 'object')} beside the shards")
     rows = [
         (
             dataset, f"{seen.shards:,}", format_size(seen.size),
@@ -98,5 +100,6 @@ def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown
             ", ".join(parts),
         ),
         format_table(("Dataset", ">Shards", ">Size", "Compared", ">Faulty shards"), rows),
+        *(format_markdown("{}", note) for seen in found.values() for note in seen.notes),
         format_table(("Object", "Fault"), faults, _SHOWN) if faults else Markdown(),
     )

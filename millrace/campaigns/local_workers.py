@@ -73,14 +73,16 @@ class LocalWorkerProcesses:
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + _EXIT_TIMEOUT
             for process in self._processes.values():
-                with contextlib.suppress(ProcessLookupError):
+                if process.poll() is not None:  # another group may have its number by now
+                    continue
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
         for process in self._processes.values():
             if process.stdin is not None:
                 process.stdin.close()
-        # A worker that was killed may have left processes.
+        # A worker that has ended or was killed may have left processes.
         kill_by_environment(SETTINGS_VARIABLE, self._settings_folder.name)
         for thread in self._readers.values():  # a process of the script may still hold the pipe
             thread.join(_EXIT_TIMEOUT)
@@ -129,7 +131,9 @@ class LocalWorkerProcesses:
         training = self._training
         file = Path(self._settings_folder.name) / f"{uid}.yaml"
         file.write_text(
-            render_worker_settings(training.worker_settings, training.write_store, number),
+            render_worker_settings(
+                training.worker_settings, training.read_store, training.write_store, number
+            ),
             encoding="utf-8",
         )
         main = "from millrace.cli import main; main()"

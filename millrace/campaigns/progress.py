@@ -141,10 +141,11 @@ def merge_epoch(
         is_idle = idle_windows > 0 and idle_windows % training.options.aggregation.idle == 0
         if is_idle and newest_window < training.last_window:
             workers.raise_failure()
+            cause = f" All workers have ended. {workers.describe_end()}" if workers.is_over else ""
             raise NoProgressError(
                 f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
                 f"{newest_window} of {training.last_window} windows are merged: see what the "
-                "workers say."
+                f"workers say.{cause}"
             )
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         survey,
         verify,
     )
+    from millrace.checkpoints.foreign_files import ImportedCheckpoint
+    from millrace.checkpoints.importing import import_checkpoint
     from millrace.checkpoints.loading import LoadedCheckpoint, load, load_into
     from millrace.checkpoints.ranks import Ranks
     from millrace.checkpoints.retention import (
@@ -62,6 +64,7 @@ __all__ = [
     "EpochStatus",
     "ExpectedUpload",
     "HubSpec",
+    "ImportedCheckpoint",
     "LoadedCheckpoint",
     "MemberSettings",
     "Membership",
@@ -85,6 +88,7 @@ __all__ = [
     "find_jobs",
     "find_newest",
     "find_newest_verified",
+    "import_checkpoint",
     "iterate_checkpoints",
     "list_steps",
     "load",
@@ -129,6 +133,8 @@ _MODULES = {
     "cool_down": "cooldown.cooldown",
     "end_epoch": "cooldown.member",
     "count_epochs_without_checkpoint": "cooldown.epoch_records",
+    "ImportedCheckpoint": "foreign_files",
+    "import_checkpoint": "importing",
     "load": "loading",
     "load_into": "loading",
     "open_destination": "destinations",

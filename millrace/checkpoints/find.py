@@ -3,7 +3,7 @@
 No object points to the newest checkpoint. A listing finds it, and cannot be out of date.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -16,7 +16,16 @@ from millrace.keys.checkpoints import CHECKPOINTS, EPOCH_FOLDERS, CheckpointKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
-from millrace.storage import Store, copy, create, delete, describe_difference, list_folders, read
+from millrace.storage import (
+    Store,
+    copy,
+    create,
+    delete,
+    describe_difference,
+    list_folders,
+    list_objects,
+    read,
+)
 from millrace.threads import choose_thread_count
 
 _LEAST_THREADS, _MOST_THREADS = 4, 16  # of which each verifies a file
@@ -202,6 +211,15 @@ def verify(
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
         return {part.digest: damage for part, damage in found if damage}
+
+
+def find_missing_parts(store: Store, job: str, parts: Collection[Part]) -> list[Part]:
+    """Return the files that the store lacks, or has with another size. One listing per step."""
+    keys = CheckpointKeys(job)
+    prefixes = {keys.make_parts_prefix(part.step) for part in parts}
+    there = {(stat.key, stat.size) for prefix in prefixes for stat in list_objects(store, prefix)}
+    wanted = ((keys.make_part_key(part.step, part.digest), part) for part in parts)
+    return [part for key, part in wanted if (key, part.size) not in there]
 
 
 def find_newest_verified(

@@ -139,11 +139,13 @@ def load_into(
     Raises:
         NotFoundError: There is no checkpoint that can be loaded.
         CorruptError: A file of the given step has other bytes than were saved.
-        ConfigurationError: A tensor is not in the checkpoint, or has another shape or type there.
+        ConfigurationError: A tensor is not in the checkpoint, has another shape or type there, or
+            has the path of another one.
     """
     given = {name: tensor for name, tensor in flatten_state(state).items() if name != SKELETON}
 
     def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
+        _require_clear_names(given, checkpoint)
         made = {
             name: _request_shard(name, tensor, checkpoint.tensors.get(name))
             for name, tensor in given.items()
@@ -366,6 +368,22 @@ class _TensorRequest:
 
 def _to_slices(box: list[tuple[int, int]]) -> tuple[slice, ...]:
     return tuple(slice(*edges) for edges in box)
+
+
+def _require_clear_names(given: Iterable[str], checkpoint: Checkpoint) -> None:
+    """Check that no two tensors have one path. Their names then depend on the order of the keys.
+
+    Raises:
+        ConfigurationError: Two tensors have one path.
+    """
+    names = {*given, *checkpoint.tensors}
+    for name in given:
+        if f"{name}#" in names or (name.endswith("#") and name[:-1] in names):
+            raise errors.ConfigurationError(
+                f"{name} is the path of two tensors, such as of {{'a.b': ...}} and "
+                "{'a': {'b': ...}}, which `load_into` cannot tell apart: use `load`, or save the "
+                "state with other keys."
+            )
 
 
 def _is_own(name: str, rank: int | None) -> bool:

@@ -41,6 +41,23 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportStarted(Event):
+    """Event after the files of another tool were selected, before they are read.
+
+    Attributes:
+        source: URL of their folder.
+        files: Number of the files.
+        size: Bytes of the files.
+    """
+
+    kind: ClassVar[str] = "checkpoint.import"
+
+    source: str
+    files: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDamaged(Event):
     """Event after a checkpoint was found to be damaged, before an older one is tried.
 

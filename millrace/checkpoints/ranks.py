@@ -18,6 +18,7 @@ from millrace import errors
 from millrace.checkpoints.find import (
     commit_checkpoint,
     compute_root,
+    find_missing_parts,
     read_checkpoint,
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
@@ -38,8 +39,8 @@ class Ranks:
     Attributes:
         rank: Number of the rank, from 0.
         world: Number of ranks.
-        attempt: Name that all ranks share, new at each start. Shares of different attempts are
-            never mixed.
+        attempt: Name that all ranks share, new for each `Saver`. Shares of different attempts, or
+            of different calls of `Saver.save`, are never mixed.
     """
 
     rank: int
@@ -74,13 +75,16 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), attempt)
 
 
-def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timedelta) -> Checkpoint:
+def commit_together(
+    store: Store, ranks: Ranks, share: RankShare, number: int, within: timedelta
+) -> Checkpoint:
     """Commit the share of this rank, whose files are saved, and wait for the other ranks.
 
     Args:
         store: Store of the job.
         ranks: Rank of this process, and the attempt.
         share: Share of this rank.
+        number: Number of the save in the attempt, the same on all ranks.
         within: Longest wait.
 
     Returns:
@@ -88,25 +92,27 @@ def commit_together(store: Store, ranks: Ranks, share: RankShare, within: timede
 
     Raises:
         UnavailableError: Shares are missing after the wait. There is no checkpoint.
+        ChangedError: Files of a share were deleted. There is no checkpoint.
         ConfigurationError: The shares do not cover each tensor exactly once.
         ConflictError: Another share of this rank is already committed.
     """
-    keys = CheckpointKeys(share.job)
-    commit_same(store, keys.make_share_key(share.step, ranks.attempt, ranks.rank), share)
+    key = CheckpointKeys(share.job).make_share_key(share.step, ranks.attempt, number, ranks.rank)
+    commit_same(store, key, share)
     deadline = time.monotonic() + within.total_seconds()
-    made = _merge_if_complete(store, ranks, share)
+    made = _merge_if_complete(store, ranks, share, number)
     while made is None:
         there = _find_committed(store, share)
         if there is not None:
             return there
         if time.monotonic() > deadline:
             # The last rank may have died after the commit of its share.
-            made = _merge_if_complete(store, ranks, share)
+            made = _merge_if_complete(store, ranks, share, number)
             if made is None:
                 raise errors.UnavailableError(
                     f"Not all {ranks.world} ranks have saved their share of step {share.step} of "
                     f"{share.job} after {within.total_seconds():g} s, so the step has no "
-                    "checkpoint. Read the logs of the other ranks, and save a later step."
+                    "checkpoint. Read the logs of the other ranks, and save a later step, each "
+                    "rank with as many calls as the others."
                 )
         else:
             time.sleep(_POLL_INTERVAL)
@@ -131,15 +137,24 @@ def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:
     return digests.issuperset(part.digest for part in share.parts)
 
 
-def _merge_if_complete(store: Store, ranks: Ranks, share: RankShare) -> Checkpoint | None:
-    keys = CheckpointKeys(share.job)
-    prefix = keys.make_shares_prefix(share.step, ranks.attempt)
-    wanted = {keys.make_share_key(share.step, ranks.attempt, rank) for rank in range(ranks.world)}
+def _merge_if_complete(
+    store: Store, ranks: Ranks, share: RankShare, number: int
+) -> Checkpoint | None:
+    keys, save = CheckpointKeys(share.job), (share.step, ranks.attempt, number)
+    prefix = keys.make_shares_prefix(*save)
+    wanted = {keys.make_share_key(*save, rank) for rank in range(ranks.world)}
     if wanted - {stat.key for stat in list_objects(store, prefix)}:
         return None
     found = iterate_records(store, prefix, RankShare, wanted=lambda stat: stat.key in wanted)
     shares = list(require_intact(store.make_url(prefix), found))
-    return merge_shares(sorted(shares, key=lambda one: one.rank))
+    made = merge_shares(sorted(shares, key=lambda one: one.rank))
+    if missing := find_missing_parts(store, made.job, made.parts):
+        raise errors.ChangedError(
+            f"{len(missing)} files of step {made.step} of {made.job} were deleted before all ranks "
+            "had saved their shares, so the step has no checkpoint. Save a later step. If "
+            "retention deleted them, choose a longer `grace`."
+        )
+    return made
 
 
 def merge_shares(shares: Sequence[RankShare]) -> Checkpoint:

@@ -2,10 +2,11 @@
 
 Some checkpoints are kept whatever the rules are: the newest verified checkpoint, all newer ones,
 and those that an epoch or a pin names. Files that a kept checkpoint refers to are kept too. If no
-checkpoint is verified, none is removed.
+checkpoint is verified, or if metadata or the end of an epoch cannot be read, none is removed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +20,7 @@ from millrace.checkpoints.settings import RetentionSettings
 from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
-from millrace.records import commit_once, iterate_records
+from millrace.records import commit_once, iterate_records, list_numbers
 from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import Stat, Store, delete, list_objects
 
@@ -103,12 +104,19 @@ def plan_retention(
     keys = CheckpointKeys(job)
     stats = list(list_objects(store, keys.prefix))
     complete, unreadable = _read_checkpoints(store, job)
+    epochs, unreadable_epochs = _read_epoch_steps(store, keys)
     kept = dict.fromkeys(unreadable, "its metadata cannot be read")
-    kept |= _select_kept(store, keys, complete, rules, check)
+    kept |= _select_kept(store, keys, complete, epochs, rules, check)
     kept |= {step: why for step, why in (also or {}).items() if step in complete.keys() - kept}
     removed = tuple(sorted(step for step in complete if step not in kept))
-    if unreadable:
-        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, _UNREADABLE_REASON), (), ())
+    reason = _UNREADABLE_REASON if unreadable else ""
+    if unreadable_epochs:
+        reason = (
+            f"the end of epoch {unreadable_epochs[0]} cannot be read, and may name it: pin the "
+            "checkpoint of that epoch, and delete its record"
+        )
+    if reason:
+        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, reason), (), ())
     named = _list_file_keys(keys, complete.values())
     needed = _list_file_keys(keys, (complete[step] for step in kept))
     unneeded = named - needed
@@ -149,11 +157,54 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     done = delete_planned(
         store,
         [removal for removal in plan.removals if removal.key in deletable],
+        check=_NewCheckpointCheck(store, keys, metadata),
         # Files stay while their metadata may exist.
         find_phase=lambda one: DeletionPhase(plan.job, 0 if one.key in metadata else 1),
     )
-    needed = sum(removal.key not in deletable for removal in plan.removals)
-    return replace(done, skipped=done.skipped | ({_NEEDED: needed} if needed else {}))
+    skipped = Counter(done.skipped)
+    skipped.update(_NEEDED for removal in plan.removals if removal.key not in deletable)
+    return replace(done, skipped=dict(skipped))
+
+
+class _NewCheckpointCheck:
+    """Check that keeps the files of a checkpoint that was committed since the plan.
+
+    Before each batch, the metadata of its steps is read again.
+
+    Args:
+        store: Store of the job.
+        keys: Keys of the job.
+        metadata: Keys of the metadata to remove.
+    """
+
+    def __init__(self, store: Store, keys: CheckpointKeys, metadata: Collection[str]) -> None:
+        self._store, self._keys, self._metadata = store, keys, metadata
+        self._named: dict[int, set[str] | None] = {}
+
+    def refresh_leases(self) -> None:
+        """Forget the metadata, so that the next check reads it again."""
+        self._named.clear()
+
+    def __call__(self, planned: Removal, /) -> str:
+        """Return the reason to keep an object; empty if it can be deleted."""
+        classified = classify_key(planned.key)
+        if classified is None or planned.key in self._metadata:
+            return ""
+        step = classified.number
+        if step not in self._named:
+            self._named[step] = self._read_named(step)
+        named = self._named[step]
+        return _NEEDED if named is None or planned.key in named else ""
+
+    def _read_named(self, step: int) -> set[str] | None:
+        """Return the keys of the files that a step's metadata names; None if it is unreadable."""
+        try:
+            found = read_checkpoint(self._store, self._keys.job, step)
+        except errors.NotFoundError:
+            return set()
+        except errors.CorruptError:
+            return None
+        return _list_file_keys(self._keys, [found])
 
 
 def find_youngest_times(stats: Iterable[Stat]) -> dict[int, datetime]:
@@ -195,6 +246,7 @@ def _select_kept(
     store: Store,
     keys: CheckpointKeys,
     complete: dict[int, Checkpoint],
+    epochs: Mapping[int, int],
     rules: RetentionSettings,
     check: VerifyDepth,
 ) -> dict[int, str]:
@@ -206,7 +258,7 @@ def _select_kept(
             kept[step] = "the newest verified checkpoint"
             break
         kept[step] = "newer than every verified checkpoint"
-    for number, step in _iterate_epoch_steps(store, keys):
+    for number, step in epochs.items():
         if step in complete:
             kept.setdefault(step, f"epoch {number} names it")
     for step, why in _iterate_pinned(store, keys, complete):
@@ -220,25 +272,27 @@ def _select_kept(
     return kept
 
 
-def _iterate_epoch_steps(store: Store, keys: CheckpointKeys) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of ended epochs with the steps of their checkpoints.
+def _read_epoch_steps(store: Store, keys: CheckpointKeys) -> tuple[dict[int, int], list[int]]:
+    """Return the steps of the ended epochs' checkpoints by the epochs, and the unreadable epochs.
 
-    If the record of an epoch is damaged, the step follows from the members' votes.
+    If the record of an epoch cannot be read, the step follows from the members' votes. An epoch is
+    unreadable if nothing follows from these either.
     """
 
-    def read_step(number: int) -> tuple[int, int] | None:
+    def read_step(number: int) -> int | None:
         try:
-            return number, read_epoch(store, keys.job, number).step
+            return read_epoch(store, keys.job, number).step
         except errors.NotFoundError:
-            return None
+            return -1  # deleted since the listing
         except errors.CorruptError:
             derived = derive_epoch(store, keys.job, number)
-            return None if derived is None else (number, derived.step)
+            return None if derived is None else derived.step
 
-    parsed = (keys.parse_epoch(stat.key) for stat in list_objects(store, keys.epochs))
-    numbers = (number for number in parsed if number is not None)
+    numbers = list_numbers(store, keys.epochs, keys.parse_epoch)
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="epochs") as pool:
-        yield from (found for found in pool.map(read_step, numbers) if found is not None)
+        steps = dict(zip(numbers, pool.map(read_step, numbers), strict=True))
+    found = {number: step for number, step in steps.items() if step is not None}
+    return found, [number for number in numbers if number not in found]
 
 
 def _iterate_pinned(

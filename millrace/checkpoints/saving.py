@@ -21,7 +21,12 @@ from typing import Any, Self
 from millrace import errors
 from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.contents import normalise_json
-from millrace.checkpoints.find import check_content, commit_checkpoint, find_newest
+from millrace.checkpoints.find import (
+    check_content,
+    commit_checkpoint,
+    find_missing_parts,
+    find_newest,
+)
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.settings import SaveSettings
@@ -124,9 +129,9 @@ class Saver:
         self._progress = serialize_events(progress)
         self._memory = SnapshotBuffers()
         self._under_way: PendingSave | None = None
+        self._saves = 0
         self._known: dict[str, Part] | None = None
         self._proved: set[Part] = set()
-        self._reused: set[Part] = set()  # files of the step that an earlier save uploaded
         self._pool = ThreadPoolExecutor(self._settings.uploads, thread_name_prefix="part")
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -146,7 +151,8 @@ class Saver:
 
         If several ranks save together, each calls this method with a state of the same structure.
         Each rank saves its shards of DTensors. The first rank saves everything else. There is no
-        collective.
+        collective. All ranks make as many calls, with or without success: only what they save in
+        the same call becomes one checkpoint.
 
         Args:
             state: Nested dicts, lists and tuples of tensors, numpy arrays and plain values, such as
@@ -168,11 +174,11 @@ class Saver:
             MillraceError: The previous save failed, and nothing has raised its error yet.
         """
         began = time.monotonic()
+        self._saves += 1  # before any error, so that the ranks have the same number
         where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
         if self._under_way is not None:
             self._under_way.wait()
         copy_began = time.monotonic()
-        self._reused = set()
         uploads = _FileUploads(
             self._pool,
             self._count_early_uploads(),
@@ -200,7 +206,7 @@ class Saver:
         reads = uploads.start_all()
         held = timedelta(seconds=time.monotonic() - began)
         future = self._finisher.submit(
-            self._finish, layout, uploads, copy_began, step, run, where, said
+            self._finish, layout, uploads, copy_began, self._saves, step, run, where, said
         )
         self._under_way = PendingSave(step, held, future, reads if in_place else ())
         return self._under_way
@@ -247,13 +253,15 @@ class Saver:
         layout: StateLayout,
         uploads: "_FileUploads",
         began: float,
+        number: int,
         step: int,
         run: str,
         position: dict[str, Any],
         notes: dict[str, str],
     ) -> Checkpoint:
         parts = uploads.wait()
-        self._restore_deleted(uploads.select_files(self._reused))
+        files = uploads.map_files()
+        self._restore_missing(step, parts, files)
         self._proved = set(parts)
         share = RankShare(
             job=self._keys.job,
@@ -266,7 +274,10 @@ class Saver:
             position=position,
             notes=notes,
         )
-        checkpoint = self._commit(share)
+        checkpoint = self._commit(share, number)
+        # A retention that had planned before the commit may have deleted files since.
+        mine = [part for part in checkpoint.parts if part.digest in files]
+        self._restore_missing(step, mine, files)
         if self._settings.refer:
             self._known = {part.digest: part for part in checkpoint.parts}
         self._progress(
@@ -278,8 +289,12 @@ class Saver:
         )
         return checkpoint
 
-    def _commit(self, share: RankShare) -> Checkpoint:
+    def _commit(self, share: RankShare, number: int) -> Checkpoint:
         """Commit the share of this rank, and return the committed checkpoint.
+
+        Args:
+            share: Share of this rank.
+            number: Number of the save.
 
         Raises:
             ConflictError: The step has a checkpoint with another content.
@@ -289,7 +304,8 @@ class Saver:
             made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
             return check_content(self._store.make_url(key), there, made.root)
-        there = commit_together(self._store, self._ranks, share, self._settings.ranks_within)
+        within = self._settings.ranks_within
+        there = commit_together(self._store, self._ranks, share, number, within)
         # The other ranks' shares are unknown here. The checkpoint is right if it has this share.
         root = there.root if has_share(there, share) else ""
         return check_content(self._store.make_url(key), there, root)
@@ -344,36 +360,41 @@ class Saver:
             else:
                 return len(body)
         if size == part.size and self._is_intact(part, body):
-            self._reused.add(part)
             return 0
         put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
 
-    def _restore_deleted(self, reused: Mapping[Part, OpenFile]) -> None:
-        """Upload those files again that were deleted after their reuse. One request for each file.
+    def _restore_missing(
+        self, step: int, parts: Collection[Part], files: Mapping[str, OpenFile]
+    ) -> None:
+        """Upload those files again that are no longer stored. One listing, if nothing is missing.
 
         Until the metadata is committed, no checkpoint names the files, so retention may delete
-        those of an earlier save.
+        them. Readers move damaged files away to which this save refers.
+
+        Args:
+            step: Step of the save.
+            parts: Files to look for. Of the steps that they refer to, each takes another listing.
+            files: Functions that open these files, by their digests.
 
         Raises:
             ChangedError: A file was deleted, and the state of a save in place has changed.
         """
 
-        def restore(part: Part, open_file: OpenFile) -> None:
+        def restore(part: Part) -> None:
             key = self._keys.make_part_key(part.step, part.digest)
-            if not describe_difference(self._store, key, part.size):
-                return
-            with open_file() as body:
+            with files[part.digest]() as body:
                 blocks = hash_blocks(body)
                 if combine_blocks(blocks) != part.digest:
                     raise errors.ChangedError(
-                        f"{self._store.make_url(key)} was deleted while step {part.step} was "
+                        f"{self._store.make_url(key)} was deleted while step {step} was "
                         "saved, and the state has changed since. Save the step again."
                     )
                 put_block_list(self._store, self._keys, part, blocks)
                 put(self._store, key, body)
 
-        list(self._pool.map(restore, reused.keys(), reused.values()))
+        missing = find_missing_parts(self._store, self._keys.job, parts)
+        list(self._pool.map(restore, missing))
 
     def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.
@@ -454,11 +475,10 @@ class _FileUploads:
         wait(self._started)
         return tuple(future.result() for future in self._started)
 
-    def select_files(self, parts: Collection[Part]) -> dict[Part, OpenFile]:
-        """Return the given files with the functions that open them, after `wait`."""
+    def map_files(self) -> dict[str, OpenFile]:
+        """Return the functions that open the files, by the files' digests, after `wait`."""
         files = zip(self._started, self._opened, strict=True)
-        found = ((future.result(), open_file) for future, open_file in files)
-        return {part: open_file for part, open_file in found if part in parts}
+        return {future.result().digest: open_file for future, open_file in files}
 
     def _start(self, count: int) -> None:
         if self._stored is None:

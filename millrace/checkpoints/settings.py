@@ -87,7 +87,8 @@ class CooldownSettings(BaseModel):
         default=OnTimeout.EXTEND,
         description="Action when the checkpoint is not complete in time: `extend` waits once "
         "more, `elect` waits once more with additional checkpointers, `background` "
-        "trains on during the upload, `advance` trains on without a checkpoint. Members of a "
+        "trains on during the upload, which fails after the time limit and its extensions, at "
+        "least 5 minutes, without progress, `advance` trains on without a checkpoint. Members of a "
         "campaign cannot upload after the end of an epoch: for them, `background` is `advance`.",
     )
     extensions: int = Field(

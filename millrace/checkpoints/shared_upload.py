@@ -78,6 +78,11 @@ class SharedUpload:
         """True if every file is uploaded and verified."""
         return self._queue.is_complete
 
+    @property
+    def advances(self) -> int:
+        """Number that grows with each file that is stored or verified by any member."""
+        return self._queue.advances
+
     def start(self, rank: int, uploaders: int) -> None:
         """Begin to upload: first this member's share, then the missing files of the others.
 

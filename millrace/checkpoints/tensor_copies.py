@@ -155,12 +155,16 @@ def _start_copy(shards: Mapping[str, TensorShard], box: Box, buffer: mmap) -> li
     local = shard.local.detach()
     whole = tuple(local.shape) == box.shape
     source = local if whole else local.narrow(0, box.start[0] - shard.start[0], box.shape[0])
-    if source.device.type != "cpu" or not source.is_contiguous() or _is_lazy(source):
+    # A copy from a GPU would resolve these bits in the pinned memory, before the bytes are there.
+    source = source.resolve_conj().resolve_neg()
+    if source.device.type != "cpu" or not source.is_contiguous():
         count = box.size // box.dtype.itemsize
         target = torch.frombuffer(buffer, dtype=box.dtype, count=count, offset=box.offset)
         target.view(box.shape).copy_(source, non_blocking=source.is_cuda)
         return []
-    source_bytes = source.view(-1).view(torch.uint8).numpy()
+    # The strides of dimensions of one element may be any, so `view` can refuse them.
+    vector = source.as_strided((source.numel(),), (1,))
+    source_bytes = vector.view(torch.uint8).numpy()
     target_bytes = np.frombuffer(buffer, np.uint8, box.size, box.offset)
     return [
         BytesCopy(
@@ -168,8 +172,3 @@ def _start_copy(shards: Mapping[str, TensorShard], box: Box, buffer: mmap) -> li
         )
         for first in range(0, box.size, _COPY_SIZE)
     ]
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Decide whether the values of a tensor differ from its memory until torch resolves them."""
-    return tensor.is_conj() or tensor.is_neg()

@@ -1,6 +1,7 @@
 """Parts of tensors that one process holds: whole tensors, or shards of DTensors."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -40,7 +41,8 @@ def find_local_shard(name: str, tensor: torch.Tensor) -> TensorShard:
         tensor: Plain tensor, or DTensor.
 
     Raises:
-        ConfigurationError: The shard is not a box, or the DTensor is a pending sum (`Partial`).
+        ConfigurationError: The shard is not a box, its rows are not known, or the DTensor is a
+            pending sum (`Partial`).
     """
     if not is_distributed(tensor):
         shape = tuple(tensor.shape)
@@ -49,18 +51,61 @@ def find_local_shard(name: str, tensor: torch.Tensor) -> TensorShard:
     try:
         (box,) = spread.__create_chunk_list__()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"{name} is distributed as {spread.placements}, which a checkpoint does not hold: "
-            "redistribute it to Shard or Replicate."
-        ) from error
+        raise _make_layout_error(name, spread) from error
     place = spread.device_mesh.get_coordinate()
     copies = zip(spread.placements, place or (), strict=False)
     first = all(at == 0 for placement, at in copies if placement.is_replicate())
     local = spread.to_local()
-    if tuple(local.shape) != tuple(box.sizes):
-        local = local[tuple(slice(size) for size in box.sizes)]
-    mine = place is not None and first
-    return TensorShard(local, tuple(spread.shape), tuple(box.offsets), mine)
+    start, sizes = tuple(box.offsets), tuple(box.sizes)
+    if place is not None and any(hasattr(one, "split_factor") for one in spread.placements):
+        start, sizes = _locate_strided_shard(name, spread, place)
+    if tuple(local.shape) != sizes:
+        raise _make_layout_error(name, spread)
+    return TensorShard(local, tuple(spread.shape), start, place is not None and first)
+
+
+def _locate_strided_shard(
+    name: str, spread: Any, place: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first indices and the sizes of a local shard of FSDP2 with tensor parallelism.
+
+    ``_StridedShard`` cuts the chunks of later dimensions of the mesh: FSDP2 cuts what tensor
+    parallelism has left. For uneven chunks, torch's own list names another box.
+
+    Args:
+        name: Name of the tensor, for error messages.
+        spread: DTensor.
+        place: Coordinate of this process in the mesh.
+
+    Raises:
+        ConfigurationError: No order of the cuts has the strides of the placements.
+    """
+    counts, placements = spread.device_mesh.shape, cast("tuple[Any, ...]", spread.placements)
+    order: dict[int, list[int]] = {}  # dimensions of the mesh that cut each one of the tensor
+    for number, placement in reversed(list(enumerate(placements))):
+        if placement.is_replicate():
+            continue
+        cuts = order.setdefault(placement.dim, [])
+        strides = [prod(counts[one] for one in cuts[:before]) for before in range(len(cuts) + 1)]
+        stride = getattr(placement, "split_factor", 1)
+        if stride not in strides:
+            raise _make_layout_error(name, spread)
+        cuts.insert(strides.index(stride), number)
+    start, sizes = [0] * spread.ndim, list(spread.shape)
+    for axis, cuts in order.items():
+        for number in cuts:
+            chunk = -(-sizes[axis] // counts[number])  # as `torch.chunk` cuts
+            before = min(chunk * place[number], sizes[axis])
+            start[axis] += before
+            sizes[axis] = min(chunk, sizes[axis] - before)
+    return tuple(start), tuple(sizes)
+
+
+def _make_layout_error(name: str, spread: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} is distributed as {spread.placements}, in a layout that a checkpoint does not "
+        "hold: redistribute it to Shard or Replicate."
+    )
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

@@ -33,6 +33,12 @@ class UploadQueue:
         with self._changed:
             return len(self._verified) == len(self._known)
 
+    @property
+    def advances(self) -> int:
+        """Number of files that are in the store, and of those that are verified, together."""
+        with self._changed:
+            return len(self._found) + len(self._verified)
+
     def is_stopped(self) -> bool:
         """Decide whether the threads must stop."""
         return self._is_stopped

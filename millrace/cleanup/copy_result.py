@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from millrace import errors
 from millrace.storage import ObjectFailure, Stat
+from millrace.storage.folders import UnlistedEntry, UnlistedReason
 
 _MAX_LISTED = 1000  # keys of conflicts and failures that are kept
 
@@ -39,6 +39,9 @@ class CopyResult:
         conflicts: Keys of conflicts, up to 1,000.
         failures: Objects that could not be copied, up to 1,000.
         failed: Number of objects that could not be copied.
+        skipped: Links to folders, links that lead nowhere, pipes, sockets and devices of a source
+            folder, which are not copied, up to 1,000.
+        skipped_count: Number of them.
         seconds: Duration in seconds.
     """
 
@@ -51,6 +54,8 @@ class CopyResult:
     conflicts: list[str] = field(default_factory=list[str])
     failures: list[ObjectFailure] = field(default_factory=list[ObjectFailure])
     failed: int = 0
+    skipped: list[UnlistedEntry] = field(default_factory=list[UnlistedEntry])
+    skipped_count: int = 0
     seconds: float = 0.0
 
     def add(self, stat: Stat, outcome: CopyOutcome) -> None:
@@ -60,8 +65,17 @@ class CopyResult:
         if outcome is CopyOutcome.CONFLICT and len(self.conflicts) < _MAX_LISTED:
             self.conflicts.append(stat.key)
 
-    def add_failure(self, stat: Stat, error: errors.MillraceError) -> None:
+    def add_failure(self, key: str, reason: str) -> None:
         """Count an object that could not be copied."""
         self.failed += 1
         if len(self.failures) < _MAX_LISTED:
-            self.failures.append(ObjectFailure(stat.key, errors.format_error(error)))
+            self.failures.append(ObjectFailure(key, reason))
+
+    def add_unlisted(self, entry: UnlistedEntry) -> None:
+        """Count an entry of the source that is no object: a failure if it has bytes of its own."""
+        if entry.reason is UnlistedReason.NAME:
+            self.add_failure(entry.key, f"It was not copied: {entry.reason}. Rename it.")
+            return
+        self.skipped_count += 1
+        if len(self.skipped) < _MAX_LISTED:
+            self.skipped.append(entry)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from millrace import errors
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
@@ -25,7 +26,8 @@ from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Backend, Location, Stat, Store, StoreSpec, open_store
+from millrace.storage import Backend, Location, Stat, Store, StoreSpec, list_objects, open_store
+from millrace.storage.folders import remove_partial_files
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
@@ -41,10 +43,10 @@ def copy_objects(
 ) -> CopyResult:
     """Copy objects of a store into another store, under the same keys.
 
-    Another process may write to the destination at the same time. A small object that goes through
-    this process is created only if there is none. Before a large object appears, its key is looked
-    up once more. A small object that the store copies by itself replaces what was written since the
-    listing.
+    Another process may write to the destination at the same time. Files and small objects are
+    created only if there is none. Copies of a small object by the store itself have this condition
+    on S3 and R2. On other stores, and before a large object appears, its key is looked up once
+    more: an object that is written between this request and the copy is replaced.
 
     Memory: that of a page of each listing, of 20 parts of at most 64 MiB, and of 16 objects of at
     most 32 MiB. The listing of a folder has no order, so a folder's names are in memory.
@@ -77,14 +79,31 @@ def compare_objects(
 
     A folder that is not there yet is not made, and counts as empty.
     """
+    there = _open_unmade(destination)
+    return _copy_pairs(source, there, objects, overwrite=overwrite, dry_run=True, progress=progress)
+
+
+def open_destination(
+    source: Store, destination: StoreSpec, objects: ObjectFilter | None = None
+) -> Store:
+    """Open a store to copy to. A missing folder is made after the source was listed. One request.
+
+    Raises:
+        ConfigurationError: A store is inside the other one.
+        DeniedError, UnavailableError: The source cannot be listed.
+    """
+    _refuse_overlap(source, _open_unmade(destination))
+    next(list_objects(source, objects.prefix if objects else ""), None)
+    return open_store(destination)
+
+
+def _open_unmade(spec: StoreSpec) -> Store:
+    """Open a store; a folder that is not there is empty, and is not made."""
     try:
-        there = open_store(destination, make_folder=False)
+        return open_store(spec, make_folder=False)
     except errors.NotFoundError:
-        there = open_store("memory://missing-folder")
-    found = _copy_pairs(
-        source, there, objects, overwrite=overwrite, dry_run=True, progress=progress
-    )
-    return replace(found, destination=str(Location.parse(destination.url)))
+        empty = open_store("memory://missing-folder")
+        return replace(empty, location=Location.parse(spec.url))
 
 
 def _copy_pairs(
@@ -100,12 +119,22 @@ def _copy_pairs(
     began, result = time.monotonic(), CopyResult(source.url, destination.url)
     copier = ObjectCopier(source, destination, result, overwrite=overwrite, dry_run=dry_run)
     recorder = _ProgressRecorder(result, progress)
-    pairs = _pair(source, destination, objects or ObjectFilter())
+    objects = objects or ObjectFilter()
+    for entry in objects.list_unlisted(source):
+        result.add_unlisted(entry)
+    if not dry_run:
+        remove_partial_files(destination, objects.prefix)
+    pairs, files = _pair(source, destination, objects), _FileTracker(destination)
     done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
     pending = 0
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
         try:
             for stat, there in pairs:
+                file = files.find_above(stat.key)
+                if file and there is None:
+                    reason = f"{destination.url} cannot have a file and a folder named {file!r}."
+                    result.add_failure(stat.key, reason)
+                    continue
                 copying = pool.submit(copier.copy, stat, there)
                 copying.add_done_callback(lambda one, stat=stat: done.put((stat, one)))
                 pending += 1
@@ -154,15 +183,15 @@ def _take_done(
         except errors.DeniedError as error:
             if not any(result.objects.values()):
                 raise
-            result.add_failure(stat, error)
+            result.add_failure(stat.key, errors.format_error(error))
         except errors.MillraceError as error:
-            result.add_failure(stat, error)
+            result.add_failure(stat.key, errors.format_error(error))
 
 
 def _refuse_overlap(source: Store, destination: Store) -> None:
     if source.endpoint != destination.endpoint:
         return
-    one, other = f"{source.url}/", f"{destination.url}/"
+    one, other = (f"{_resolve_url(store)}/" for store in (source, destination))
     if one.startswith(other) or other.startswith(one):
         raise errors.ConfigurationError(
             f"{destination.url} and {source.url} overlap: the copies would be copied again. Choose "
@@ -170,14 +199,21 @@ def _refuse_overlap(source: Store, destination: Store) -> None:
         )
 
 
+def _resolve_url(store: Store) -> str:
+    """Return the URL of a store, without links in the path of a folder."""
+    if store.location.backend is not Backend.FILE:
+        return store.url
+    return Path(store.location.bucket).resolve().as_uri()
+
+
 def _pair(
     source: Store, destination: Store, objects: ObjectFilter
 ) -> Iterator[tuple[Stat, Stat | None]]:
     """Yield the objects to copy, each with the object that the destination has; in key order."""
-    listed = list_with_progress(destination, objects.prefix, ignore_event, exact=True)
+    listed = list_with_progress(destination, objects.prefix, ignore_event)
     existing = _sort(destination, listed)
     there = next(existing, None)
-    chosen = objects.iterate_objects(source, datetime.now(UTC), exact=True)
+    chosen = objects.iterate_objects(source, datetime.now(UTC))
     for stat in _sort(source, chosen):
         while there is not None and there.key < stat.key:
             there = next(existing, None)
@@ -189,6 +225,28 @@ def _sort(store: Store, stats: Iterator[Stat]) -> Iterator[Stat]:
     if store.location.backend is not Backend.FILE:
         return stats
     return iter(sorted(stats, key=lambda one: one.key))
+
+
+class _FileTracker:
+    """Tracker of keys in their order that finds those below another key, which no folder can have.
+
+    Args:
+        store: Destination; only a folder has this limit.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._is_folder = store.location.backend is Backend.FILE
+        self._files: list[str] = []  # keys that may still be above later ones
+
+    def find_above(self, key: str) -> str:
+        """Return an earlier key that is a folder of this one; empty if there is none."""
+        if not self._is_folder:
+            return ""
+        while self._files and not key.startswith(self._files[-1]):
+            self._files.pop()
+        found = next((one for one in self._files if key.startswith(f"{one}/")), "")
+        self._files.append(key)
+        return found
 
 
 class _ProgressRecorder:

@@ -3,6 +3,8 @@
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import obstore
@@ -16,7 +18,7 @@ from millrace.storage import (
     Stat,
     Store,
     call_boto3,
-    exists,
+    create,
     head,
     make_boto3_client,
     open_writer,
@@ -30,6 +32,7 @@ from millrace.storage.etags import (
     find_part_size,
     parse_etag,
 )
+from millrace.storage.folders import check_file_key, write_file
 from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, copy_with_signature
@@ -98,8 +101,11 @@ class ObjectCopier:
 
         Raises:
             ChangedError, NotFoundError: The object was replaced or deleted since the listing.
+            ExistsError: The destination has something else under the key, such as a folder.
+            ConfigurationError: The destination cannot have the key.
             CorruptError: The copy has other bytes.
         """
+        self._check_key(stat.key)
         if there is not None:
             if self._are_equal(stat, there):
                 return CopyOutcome.EQUAL
@@ -110,7 +116,10 @@ class ObjectCopier:
         try:
             is_proven = self._copy(stat)
         except errors.ExistsError:  # written since the listing, maybe by a request of this copy
-            is_equal = self._are_equal(stat, head(self._destination, stat.key))
+            written = self._find_target(stat)
+            if written is None:  # deleted again, or no object: a folder, say
+                raise
+            is_equal = self._are_equal(stat, written)
             return CopyOutcome.COPIED if is_equal else CopyOutcome.CONFLICT
         if not is_proven and not self._have_equal_bytes(stat, head(self._destination, stat.key)):
             raise errors.CorruptError(
@@ -119,6 +128,22 @@ class ObjectCopier:
                 "the store has damaged it. Copy it again, with --overwrite."
             )
         return CopyOutcome.COPIED
+
+    def _check_key(self, key: str) -> None:
+        """Check that the destination can have a key.
+
+        Raises:
+            ConfigurationError: It cannot.
+        """
+        if self._destination.is_s3_compatible:
+            return
+        if _is_odd(key):
+            raise errors.ConfigurationError(
+                f"{self._destination.url} cannot have the key {key!r}, which has an empty or a "
+                "relative segment, or a control character. Leave it out, or copy into a bucket."
+            )
+        if self._destination.location.backend is Backend.FILE:
+            check_file_key(self._destination, key)
 
     def _are_equal(self, stat: Stat, there: Stat) -> bool:
         """Compare two objects by their ETags; read them if the ETags prove nothing."""
@@ -183,25 +208,35 @@ class ObjectCopier:
 
     def _copy_by_store(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Let the store copy an object with its attributes, by one request."""
+        self._check_absent(stat)
         source, destination, etag = self._source, self._destination, stat.etag or ""
+        # Other endpoints ignore or refuse the condition.
+        has_condition = not self._overwrite and destination.endpoint is None
+        absent: Any = {"IfNoneMatch": "*"} if has_condition else {}
 
         def copy(client: "S3Client") -> str:
             answer: Any = client.copy_object(
                 **self._name_target(stat),
                 CopySource=self._name_source(stat),
                 CopySourceIfMatch=etag,
+                **absent,
             )
             return answer["CopyObjectResult"]["ETag"]
 
-        # This takes half of the processor time of boto3. urllib3 would change odd keys.
-        if can_sign(destination) and not _is_odd(stat.key):
-            found = call_with_retries(
-                destination,
-                stat.key,
-                lambda: copy_with_signature(destination, stat.key, source, stat.key, etag),
+        def copy_signed() -> str:
+            return copy_with_signature(
+                destination, stat.key, source, stat.key, etag, overwrite=self._overwrite
             )
-        else:
-            found = call_boto3(destination, stat.key, copy, client=self._client)
+
+        try:
+            # This takes half of the processor time of boto3. urllib3 would change odd keys.
+            if can_sign(destination) and not _is_odd(stat.key):
+                found = call_with_retries(destination, stat.key, copy_signed)
+            else:
+                found = call_boto3(destination, stat.key, copy, client=self._client)
+        except errors.ChangedError:  # the source has another ETag, or the copy is there
+            self._check_absent(stat)
+            raise
         self._count(by_store=stat.size)
         return parsed is None or parse_etag(destination, found) == parsed
 
@@ -239,14 +274,19 @@ class ObjectCopier:
             client=self._source_client,
         )
         body = found["Body"]
-        written = call_boto3(
-            self._destination,
-            stat.key,
-            lambda s3: s3.put_object(
-                **self._name_target(stat), Body=body, **_select_attributes(found)
-            ),
-            client=self._client,
-        )
+        absent: Any = {} if self._overwrite else {"IfNoneMatch": "*"}
+        try:
+            written = call_boto3(
+                self._destination,
+                stat.key,
+                lambda s3: s3.put_object(
+                    **self._name_target(stat), Body=body, **absent, **_select_attributes(found)
+                ),
+                client=self._client,
+            )
+        except errors.ChangedError as error:
+            where = self._destination.make_url(stat.key)
+            raise errors.ExistsError(f"{where} already exists.") from error
         expected = parsed or (compute_etag(body), 0)
         return parse_etag(self._destination, written["ETag"]) == expected
 
@@ -320,24 +360,50 @@ class ObjectCopier:
             attributes=_name_attributes(headers),
         ) as writer:
             self._write_blocks(stat, writer)
-            if not self._overwrite and exists(self._destination, stat.key):
-                raise errors.ExistsError(f"{self._destination.make_url(stat.key)} already exists.")
+            self._check_absent(stat)
         found = parse_etag(self._destination, head(self._destination, stat.key).etag)
         return found is not None and found[0] == etag
 
     def _copy_as_stream(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object into a folder, or into a store that does not speak S3."""
-        if _is_odd(stat.key):
-            raise errors.ConfigurationError(
-                f"{self._destination.url} cannot have the key {stat.key!r}, which has an empty or "
-                "a relative segment, or a control character. Leave it out, or copy into a bucket."
-            )
         part_size, _ = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
         hasher = EtagHasher(part_size)
+        if self._destination.location.backend is Backend.FILE:
+            with write_file(self._destination, stat.key, overwrite=self._overwrite) as file:
+                self._write_blocks(stat, file, hasher)
+            return parsed is not None and hasher.compute_etag() == parsed[0]
+        if stat.size <= _SMALL and not self._overwrite:
+            body = BytesIO()
+            self._write_blocks(stat, body)
+            create(self._destination, stat.key, body.getbuffer())
+            return False
         with open_writer(self._destination, stat.key) as writer:
-            self._write_blocks(stat, writer, hasher)
-        is_folder = self._destination.location.backend is Backend.FILE
-        return is_folder and parsed is not None and hasher.compute_etag() == parsed[0]
+            self._write_blocks(stat, writer)
+            self._check_absent(stat)
+        return False
+
+    def _check_absent(self, stat: Stat) -> None:
+        """Look once more whether the destination has an object, unless it may be replaced.
+
+        Raises:
+            ExistsError: It has one.
+        """
+        if not self._overwrite and self._find_target(stat) is not None:
+            raise errors.ExistsError(f"{self._destination.make_url(stat.key)} already exists.")
+
+    def _find_target(self, stat: Stat) -> Stat | None:
+        """Return the object of the destination under the key of an object; None without one."""
+        with suppress(errors.NotFoundError):
+            if self._client is None or not _is_odd(stat.key):
+                return head(self._destination, stat.key)
+            found = call_boto3(
+                self._destination,
+                stat.key,
+                lambda s3: s3.head_object(**self._name_target(stat)),
+                client=self._client,
+            )
+            return Stat(stat.key, found["ContentLength"], found["ETag"], found["LastModified"])
+        return None
 
     def _write_blocks(self, stat: Stat, writer: Writer, hasher: EtagHasher | None = None) -> None:
         """Write the bytes of an object, and hash them.

@@ -2,7 +2,8 @@
 
 import secrets
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
+from pathlib import Path
 
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.checkpoint_planner import CheckpointPlanner
@@ -12,13 +13,16 @@ from millrace.cleanup.progress_events import ObjectsListed
 from millrace.cleanup.protection import BucketSurvey, ProtectionPolicy, read_store_clock
 from millrace.cleanup.rule_matching import RuleMatcher
 from millrace.cleanup.rules import CleanupKind, CleanupSettings, Rule
+from millrace.errors import ConfigurationError
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
 from millrace.keys.names import find_common_prefix
 from millrace.progress import Progress, ignore_event
-from millrace.storage import LinkFinder, Stat, Store, list_objects, open_store
+from millrace.settings_values import write_duration
+from millrace.storage import Backend, LinkFinder, Stat, Store, list_objects, open_store
 
 _TOLD_EVERY = 10_000
+_ROOT = Path("/")
 
 
 def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -> CleanupPlan:
@@ -32,9 +36,11 @@ def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -
         The plan, which is written to the store.
 
     Raises:
+        ConfigurationError: The store is the root of the file system.
         DeniedError, UnavailableError: A listing, lease or record cannot be read: no plan is made.
     """
     store = open_store(settings.store, make_folder=False)
+    refuse_root(store)
     related_stores = [open_store(spec, make_folder=False) for spec in settings.related_stores]
     clock = read_store_clock(store)
     now = clock.now()
@@ -51,15 +57,26 @@ def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -
     )
 
 
+def refuse_root(store: Store) -> None:
+    """Check that a store is not the root of the file system, also not through a link.
+
+    Raises:
+        ConfigurationError: The store is the root.
+    """
+    if store.location.backend is Backend.FILE and Path(store.location.bucket).resolve() == _ROOT:
+        raise ConfigurationError(
+            f"{store.url} is the root of the file system, of which nothing is deleted. Name a "
+            "folder."
+        )
+
+
 def make_plan_name(now: datetime) -> str:
     """Return a name for a plan. The names of one store sort by time."""
     return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
-def list_with_progress(
-    store: Store, prefix: str, progress: Progress, *, exact: bool = False
-) -> Iterator[Stat]:
-    """Yield objects, and send the count as an event every 10,000.
+def list_with_progress(store: Store, prefix: str, progress: Progress) -> Iterator[Stat]:
+    """Yield objects with their exact keys, and send the count as an event every 10,000.
 
     What a folder reaches through a link to another folder is no object of its.
 
@@ -67,10 +84,9 @@ def list_with_progress(
         store: Store to list.
         prefix: Text that the keys begin with.
         progress: Receives `ObjectsListed`.
-        exact: Whether keys keep a slash at their end, as in `list_objects`.
     """
     links = LinkFinder(store)
-    for count, stat in enumerate(list_objects(store, prefix, exact=exact), start=1):
+    for count, stat in enumerate(list_objects(store, prefix, exact=True), start=1):
         if count % _TOLD_EVERY == 0:
             progress(ObjectsListed(store=store.url, objects=count))
         if not links.is_linked(stat.key):
@@ -172,9 +188,9 @@ class Planner:
 
 
 def describe_rule(rule: Rule) -> str:
-    """Return a rule in a few words: ``gradients, older than 48 h, of version !=0.2.11``."""
-    hours = rule.older_than / timedelta(hours=1)
-    words = [" and ".join(rule.kinds), f"older than {hours:g} h" if hours else "of any age"]
+    """Return a rule in a few words: ``gradients, older than 2d, of version !=0.2.11``."""
+    age = f"older than {write_duration(rule.older_than)}" if rule.older_than else "of any age"
+    words = [" and ".join(rule.kinds), age]
     for text, value in (
         ("of version {}", rule.version),
         ("of {}", rule.name),

@@ -3,37 +3,40 @@
 from datetime import timedelta
 
 from millrace import deletion
+from millrace.cleanup.planner import refuse_root
 from millrace.cleanup.protection import read_store_clock
 from millrace.deletion import StaleUploads
 from millrace.keys.kinds import classify_key
 from millrace.storage import Backend, StoreSpec, open_store
+from millrace.storage.folders import is_partial_file
 
 
-def find_stale_uploads(
-    spec: StoreSpec, *, older_than: timedelta, prefix: str = "", any_name: bool = False
-) -> StaleUploads:
+def find_stale_uploads(spec: StoreSpec, *, older_than: timedelta, prefix: str = "") -> StaleUploads:
     """Find the unfinished uploads of a store, and abort none.
 
-    In a folder, only partial files of objects that Millrace names are unfinished uploads. Another
-    file with such a name, as ``Invoice #12``, may be finished.
+    In a folder, unfinished uploads are partial files of copies, and those of objects that Millrace
+    names. Another file with such a name, as ``Invoice #12``, may be finished.
 
     Args:
         spec: Store, with credentials to write.
         older_than: Least age by the store's clock. Choose it longer than any upload takes.
         prefix: Prefix of the keys.
-        any_name: Whether to include all partial files of a folder.
 
     Raises:
+        ConfigurationError: The store is the root of the file system.
         DeniedError: The credentials may not list uploads.
     """
     store = open_store(spec, make_folder=False)
+    refuse_root(store)
     before = read_store_clock(store).now() - older_than
-    has_any_names = any_name or store.location.backend is not Backend.FILE
+    is_folder = store.location.backend is Backend.FILE
     return deletion.find_stale_uploads(
         store,
         before,
         prefix=prefix,
-        is_included=lambda key: has_any_names or classify_key(key) is not None,
+        is_included=lambda one: (
+            not is_folder or is_partial_file(one) or classify_key(one.key) is not None
+        ),
     )
 
 

@@ -5,15 +5,17 @@ counts as `other` here, since its prefix would have to be proven first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 
 from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsListed
-from millrace.keys.kinds import classify_nested_key
+from millrace.errors import ConfigurationError
+from millrace.keys.kinds import classify_key, classify_nested_key
 from millrace.progress import Progress, ignore_event
 from millrace.storage import Stat, Store
+from millrace.storage.folders import UnlistedEntry, UnlistedReason, list_unlisted
 
 OTHER = "other"
 _AGES = (
@@ -36,22 +38,31 @@ class ObjectFilter:
         suffix: Text that the key ends with.
         pattern: Pattern of the whole key, with ``*``, ``?`` and ``[...]``; ``*`` also matches
             slashes.
+        exclude: Patterns of keys that do not meet the conditions.
         older_than: Least time since the last write.
         newer_than: Largest time since the last write.
+
+    Raises:
+        ConfigurationError: A pattern is empty.
     """
 
     prefix: str = ""
     suffix: str = ""
     pattern: str = "*"
+    exclude: tuple[str, ...] = ()
     older_than: timedelta | None = None
     newer_than: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an empty pattern, which some would take for all keys, and others for none."""
+        if "" in (self.pattern, *self.exclude):
+            raise ConfigurationError("A pattern of keys is empty: write '*' for all keys.")
 
     def iterate_objects(
         self,
         store: Store,
         now: datetime,
         *,
-        exact: bool = False,
         progress: Progress = ignore_event,
     ) -> Iterator[Stat]:
         """List the objects of a store that meet the conditions.
@@ -59,18 +70,35 @@ class ObjectFilter:
         Args:
             store: Store to list.
             now: Time from which ages are counted.
-            exact: Whether keys keep a slash at their end, as in `list_objects`.
             progress: Receives `ObjectsListed`.
         """
-        for stat in list_with_progress(store, self.prefix, progress, exact=exact):
+        for stat in list_with_progress(store, self.prefix, progress):
             age = now - stat.last_modified
             if (
-                stat.key.endswith(self.suffix)
+                self._includes(stat.key)
                 and (self.older_than is None or age >= self.older_than)
                 and (self.newer_than is None or age <= self.newer_than)
-                and fnmatchcase(stat.key, self.pattern)
             ):
                 yield stat
+
+    def list_unlisted(self, store: Store) -> list[UnlistedEntry]:
+        """Return the entries of a folder that are no objects, if their keys meet the conditions.
+
+        A partial file of an object that Millrace names is known as such.
+        """
+        found = [one for one in list_unlisted(store, self.prefix) if self._includes(one.key)]
+        for number, entry in enumerate(found):
+            whole = entry.key.rpartition("#")[0]
+            if entry.reason is UnlistedReason.NAME and classify_key(whole) is not None:
+                found[number] = replace(entry, reason=UnlistedReason.UNFINISHED)
+        return sorted(found, key=lambda one: one.key)
+
+    def _includes(self, key: str) -> bool:
+        return (
+            key.endswith(self.suffix)
+            and fnmatchcase(key, self.pattern)
+            and not any(fnmatchcase(key, one) for one in self.exclude)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.executor import CleanupResult, delete_entries
-from millrace.cleanup.planner import list_with_progress, make_plan_name
+from millrace.cleanup.planner import list_with_progress, make_plan_name, refuse_root
 from millrace.cleanup.plans import (
     CleanupPlan,
     PlanEntry,
@@ -19,6 +19,7 @@ from millrace.cleanup.plans import (
 )
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
+from millrace.cleanup.usage import ObjectFilter
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.kinds import ObjectKind, WorkerPrefixes, classify_nested_key
 from millrace.keys.rentals import AttemptSurvey, RentalKeys
@@ -38,6 +39,7 @@ from millrace.storage import (
     list_versions,
     open_store,
 )
+from millrace.storage.folders import UnlistedEntry
 
 
 def make_confirmation(location: Location) -> str:
@@ -56,12 +58,14 @@ class StoreContents:
         objects: Number of objects.
         size: Bytes of the objects.
         versions: Older versions and delete markers; None if the credentials may not list them.
+        unlisted: Entries of a folder that are no objects of it, and that no wipe deletes.
     """
 
     url: str
     objects: int
     size: int
     versions: VersionCount | None
+    unlisted: tuple[UnlistedEntry, ...] = ()
 
 
 def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreContents:
@@ -72,16 +76,19 @@ def survey_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> StoreC
         progress: Receives `ObjectsListed` after each 10,000 objects.
 
     Raises:
+        ConfigurationError: The store is the root of the file system.
         HeldError: A process holds a lease in the store: end the process first.
     """
     store = open_store(spec, make_folder=False)
+    refuse_root(store)
     # The clock of this machine is used, because reading that of the store needs a write.
     protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, StoreClock.read_machine_clock())
     objects = size = 0
     for entry in _iterate_entries(store, protection, progress):
         objects += 1
         size += entry.size
-    return StoreContents(store.url, objects, size, count_older_versions(store))
+    unlisted = tuple(ObjectFilter().list_unlisted(store))
+    return StoreContents(store.url, objects, size, count_older_versions(store), unlisted)
 
 
 def count_older_versions(store: Store) -> VersionCount | None:
@@ -100,9 +107,11 @@ def plan_wipe(spec: StoreSpec, *, progress: Progress = ignore_event) -> CleanupP
         progress: Receives `ObjectsListed` after each 10,000 objects.
 
     Raises:
+        ConfigurationError: The store is the root of the file system.
         HeldError: A process holds a lease in the store: end the process first.
     """
     store = open_store(spec, make_folder=False)
+    refuse_root(store)
     clock = read_store_clock(store)
     protection = ProtectionPolicy([store], (), VerifyDepth.SIZES, clock)
     now = clock.now()
@@ -153,10 +162,12 @@ def wipe(
             f"{lease_check.reason}: {result.deleted_objects} objects of {store.url} were deleted "
             "before that was seen, and the others stay. End it, then plan and wipe again."
         )
-    if not result.failures:
+    if result.failures:
+        delete_plan(store, plan)
+    else:
         delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/")])
     try:
-        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0), any_name=True)
+        stale_uploads = find_stale_uploads(spec, older_than=timedelta(0))
         failures = abort_uploads(spec, stale_uploads).failures
     except errors.DeniedError as error:
         failures = (ObjectFailure("unfinished uploads", errors.format_error(error)),)
@@ -165,6 +176,11 @@ def wipe(
     return replace(
         result, failures=(*result.failures, *failures), versions=count_older_versions(store)
     )
+
+
+def delete_plan(store: Store, plan: str) -> None:
+    """Delete a plan that will not be executed again, and its outcome."""
+    delete(store, [stat.key for stat in list_objects(store, f"{CLEANING}/{plan}/")])
 
 
 class _LeaseCheck:
@@ -218,9 +234,11 @@ def check_confirmation(location: Location, typed: str) -> None:
     """Check that the typed text is the name of the store.
 
     Raises:
-        ConfigurationError: The text is another.
+        ConfigurationError: The text is another, or the store has no name.
     """
     wanted = make_confirmation(location)
+    if not wanted:
+        raise errors.ConfigurationError(f"{location} has no name, so it cannot be wiped.")
     if typed != wanted:
         raise errors.ConfigurationError(
             f"{typed!r} is not the name of {location}: nothing was deleted. To wipe it, type "

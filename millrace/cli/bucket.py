@@ -1,5 +1,7 @@
 """``millrace bucket``: what a bucket holds, copies, the rights of credentials, unneeded objects."""
 
+import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -17,12 +19,14 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
+    is_store_location,
     print_result,
     read_store,
     show_deletion,
     show_failures,
     take_settings_file,
 )
+from millrace.errors import ConfigurationError
 from millrace.formatting import clean_text, format_age, format_count, format_size
 from millrace.terminal import echo, is_stdout_reserved, make_console, make_table
 
@@ -36,10 +40,27 @@ if TYPE_CHECKING:
         Rule,
         WorkerJunk,
     )
-    from millrace.storage import StoreSpec, VersionCount
+    from millrace.storage import Store, VersionCount
+    from millrace.storage.folders import UnlistedEntry
 
 _BAR_WIDTH = 10  # characters
 _SHOWN_CONFLICTS = 20
+_SHOWN_UNLISTED = 5
+
+
+class _PriceOption(click.FloatRange):
+    """A number of dollars, which is finite."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no price: write a number of dollars, such as 0.015.", param, ctx)
+        return found
+
+
+_PRICE = _PriceOption(min=0)
 
 
 @click.group(cls=NounGroup)
@@ -65,17 +86,22 @@ def _take_filter(command: AnyFunction) -> AnyFunction:
         pattern: str,
         older_than: timedelta | None,
         newer_than: timedelta | None = None,
+        exclude: tuple[str, ...] = (),
         **options: Any,
     ) -> Any:
         from millrace.cleanup import ObjectFilter
 
-        objects = ObjectFilter(
-            prefix=prefix,
-            suffix=suffix,
-            pattern=pattern,
-            older_than=older_than,
-            newer_than=newer_than,
-        )
+        try:
+            objects = ObjectFilter(
+                prefix=prefix,
+                suffix=suffix,
+                pattern=pattern,
+                exclude=exclude,
+                older_than=older_than,
+                newer_than=newer_than,
+            )
+        except ConfigurationError as error:
+            raise click.UsageError(f"{error}") from None
         return command(*args, objects=objects, **options)
 
     for option in (
@@ -94,14 +120,24 @@ def _take_filter(command: AnyFunction) -> AnyFunction:
     return run
 
 
-_take_youngest_age = click.option(
-    "--newer-than", type=DURATION, help="Only objects that are younger."
-)
+def _take_exclusions(command: AnyFunction) -> AnyFunction:
+    """Add the options that leave objects out, which a rule of a plan has not."""
+    for option in (
+        click.option("--newer-than", type=DURATION, help="Only objects that are younger."),
+        click.option(
+            "--exclude",
+            metavar="GLOB",
+            multiple=True,
+            help="No keys that match, such as '*.tmp'. Repeat it for more patterns.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @bucket.command()
 @click.argument("location", metavar="URL|FILE")
-@_take_youngest_age
+@_take_exclusions
 @_take_filter
 @click.option(
     "--depth",
@@ -119,7 +155,7 @@ _take_youngest_age = click.option(
 )
 @click.option(
     "--price",
-    type=click.FloatRange(min=0),
+    type=_PRICE,
     default=0.015,
     show_default=True,
     help="Dollars for a GB and a month; by default those of Cloudflare R2.",
@@ -168,12 +204,13 @@ def usage(
         f"{store.url}: {format_count(found.total.objects, 'object')}, "
         f"{format_size(found.total.size)}, ${cost:,.2f} a month at ${price:g} a GB."
     )
+    _show_unlisted(objects.list_unlisted(store))
     return CommandResult(found)
 
 
 @bucket.command("list")
 @click.argument("location", metavar="URL|FILE")
-@_take_youngest_age
+@_take_exclusions
 @_take_filter
 @click.option(
     "--limit", type=click.IntRange(min=1), help="Largest number of objects; by default all."
@@ -203,13 +240,14 @@ def list_command(location: str, *, objects: "ObjectFilter", limit: int | None) -
             age = format_age(now - stat.last_modified)
             echo(f"{format_size(stat.size):>10}  {age:>6}  {stat.key}")
     echo(f"{format_count(count, 'object')}, {format_size(size)}.", err=True)
+    _show_unlisted(objects.list_unlisted(store))
     return CommandResult(found)
 
 
 @bucket.command()
 @click.argument("source", metavar="SOURCE")
 @click.argument("destination", metavar="DESTINATION")
-@_take_youngest_age
+@_take_exclusions
 @_take_filter
 @click.option("--overwrite", is_flag=True, help="Replace objects at the destination that differ.")
 @click.option("--dry-run", is_flag=True, help="Compare only, and copy nothing.")
@@ -238,11 +276,11 @@ def copy(
     Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run
              millrace bucket copy s3://bucket/runs /data/runs --suffix .pt
     """
-    from millrace.cleanup import compare_objects, copy_objects
+    from millrace.cleanup import compare_objects, copy_objects, open_destination
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
-    here, there = open_store(read_store(source), make_folder=False), _read_destination(destination)
+    here, there = open_store(read_store(source), make_folder=False), read_store(destination)
     if dry_run or (overwrite and not yes):
         with ObjectsBar() as progress:
             found = compare_objects(here, there, objects, overwrite=overwrite, progress=progress)
@@ -251,21 +289,21 @@ def copy(
             return CommandResult(found, code)
         if not confirm("Copy the missing objects, and replace those that differ?", yes=False):
             return CommandResult(found, 1)
+    target = open_destination(here, there, objects)
     with ObjectsBar() as progress:
         progress.start_copying()
-        found = copy_objects(
-            here, open_store(there), objects, overwrite=overwrite, progress=progress
-        )
+        found = copy_objects(here, target, objects, overwrite=overwrite, progress=progress)
     return CommandResult(found, _show_copy(found))
 
 
-def _read_destination(location: str) -> "StoreSpec":
-    """Return the store to copy to. A path that is not there yet is a folder, unless it is YAML."""
-    from millrace.storage import StoreSpec
-
-    is_new = "://" not in location and not Path(location).exists()
-    is_folder = is_new and Path(location).suffix not in {".yaml", ".yml", ".json"}
-    return StoreSpec(url=location) if is_folder else read_store(location)
+def _show_unlisted(
+    entries: "Sequence[UnlistedEntry]", count: int | None = None, verb: str = "left out"
+) -> None:
+    """Name the first entries of a folder that are no objects of it, with the reasons."""
+    for one in entries[:_SHOWN_UNLISTED]:
+        echo(f"{clean_text(one.key)} is {verb}: {one.reason}.", err=True)
+    if (more := (len(entries) if count is None else count) - _SHOWN_UNLISTED) > 0:
+        echo(f"and {more:,} more are {verb}", err=True)
 
 
 def _show_copy(found: "CopyResult") -> int:
@@ -289,6 +327,7 @@ def _show_copy(found: "CopyResult") -> int:
     if (more := found.objects[CopyOutcome.CONFLICT] - _SHOWN_CONFLICTS) > 0:
         echo(f"and {more:,} more differ", err=True)
     show_failures(found.failures)
+    _show_unlisted(found.skipped, found.skipped_count, "not copied")
     done = CopyOutcome.MISSING if found.objects[CopyOutcome.MISSING] else CopyOutcome.COPIED
     verb = "Would copy" if done is CopyOutcome.MISSING else "Copied"
     by_store = f", {format_size(found.by_store)} of them by the store itself"
@@ -358,7 +397,7 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 
 
 @bucket.command()
-@click.argument("location", metavar="[FILE|URL]", required=False)
+@click.argument("location", metavar="[FILE|URL|FOLDER]", required=False)
 @click.option(
     "--config", metavar="FILE", help="Settings file; the same as FILE.  [default: clean.yaml]"
 )
@@ -412,6 +451,7 @@ def clean(
     _show_junk(totals.junk)
     count = f"{format_count(plan.objects, 'object')}, {format_size(plan.size)}"
     echo(f"Plan {plan.name}: {count}.")
+    _show_unlisted(objects.list_unlisted(open_store(settings.store, make_folder=False)))
     data: dict[str, object] = {
         "plan": plan.name, "objects": plan.objects, "bytes": plan.size, "kept": totals.kept,
     }  # fmt: skip
@@ -430,34 +470,35 @@ def clean(
 def _read_cleanup_settings(
     location: str, objects: "ObjectFilter", plan: str | None
 ) -> "CleanupSettings":
-    """Return the settings of a file, or those that the options of a URL make.
+    """Return the settings of a file, or those that the options of a URL or a folder make.
 
     Raises:
         UsageError: A settings file has options of a URL, or a URL has no age.
     """
     from millrace.cleanup import CleanupKind, CleanupSettings, ObjectFilter, Rule
-    from millrace.settings import load_settings
+    from millrace.settings import load_settings, validate_settings
     from millrace.storage import StoreSpec
 
     is_selected = objects != ObjectFilter()
-    if "://" not in location:
+    if not is_store_location(location):
         if is_selected:
             raise click.UsageError(
-                "--older-than, --prefix, --suffix and --match select objects of a URL. In a "
-                "settings file, write them as rules."
+                "--older-than, --prefix, --suffix and --match select objects of a URL or a folder. "
+                "In a settings file, write them as rules."
             )
         return load_settings(Path(location), CleanupSettings)
     if plan and is_selected:
         raise click.UsageError("A plan has its objects: leave the options that select objects out.")
     if objects.older_than is None and not plan:
         raise click.UsageError("Give the least age of the objects, such as --older-than 48h.")
-    rule = Rule(
-        kinds=(CleanupKind.OTHER,),
-        older_than=objects.older_than or timedelta(0),
-        prefix=objects.prefix,
-        suffix=objects.suffix,
-        match=objects.pattern or "*",
-    )
+    conditions = {
+        "kinds": [CleanupKind.OTHER],
+        "older_than": objects.older_than or timedelta(0),
+        "prefix": objects.prefix,
+        "suffix": objects.suffix,
+        "match": objects.pattern,
+    }
+    rule = validate_settings(Rule, conditions, source="The options")
     return CleanupSettings(store=StoreSpec(url=location), rules=(rule,))
 
 
@@ -486,7 +527,7 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
     \b
     Example: millrace bucket wipe r2://ACCOUNT/BUCKET --dry-run
     """
-    from millrace.cleanup import StoreContents, make_confirmation, plan_wipe, survey_wipe
+    from millrace.cleanup import ObjectFilter, StoreContents, plan_wipe, survey_wipe
     from millrace.cleanup import wipe as wipe_store
     from millrace.cleanup.wiping import check_confirmation, count_older_versions
     from millrace.progress_bar import ObjectsBar
@@ -502,21 +543,23 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
         else:
             older = count_older_versions(store)  # before the plan, whose write may add a version
             plan = plan_wipe(spec, progress=progress)
-            found = StoreContents(store.url, plan.objects, plan.size, older)
+            unlisted = tuple(ObjectFilter().list_unlisted(store))
+            found = StoreContents(store.url, plan.objects, plan.size, older, unlisted)
     echo(f"{store.url} holds {format_count(found.objects, 'object')}, {format_size(found.size)}.")
+    _show_unlisted(found.unlisted, verb="left alone")
     stays = "" if versions else " They stay, and are billed, unless --versions is given."
     if found.versions is None:
         echo("The number of older versions is unknown: these credentials may not list versions.")
     elif found.versions:
         echo(f"It keeps {_format_versions(found.versions)} beside them.{stays}")
-    data: dict[str, object] = {"url": store.url, "objects": found.objects, "bytes": found.size}
+    data: dict[str, object] = {
+        "url": store.url, "objects": found.objects, "bytes": found.size,
+        "left_alone": [one.key for one in found.unlisted],
+    }  # fmt: skip
     if plan is None:
         return CommandResult(data)
     if typed is None:
-        typed = click.prompt(
-            f"All objects will be deleted. Type {make_confirmation(store.location)} to continue",
-            err=True,
-        )
+        typed = _ask_name(store, plan.name)
     with ObjectsBar() as progress:
         progress.start_deleting(plan.objects)
         done = wipe_store(spec, plan.name, confirm=typed, versions=versions, progress=progress)
@@ -529,6 +572,30 @@ def wipe(location: str, *, typed: str | None, versions: bool, dry_run: bool) -> 
     elif done.versions is None:
         echo("The number of remaining versions is unknown: these credentials may not list them.")
     return CommandResult(data | done.to_dict() | {"seconds": done.seconds}, code)
+
+
+def _ask_name(store: "Store", plan: str) -> str:
+    """Ask for the name of a store, and return it. Without it, the plan is deleted.
+
+    Raises:
+        ConfigurationError: The answer is another, or there is none.
+    """
+    from millrace.cleanup.wiping import check_confirmation, delete_plan, make_confirmation
+
+    wanted = make_confirmation(store.location)
+    try:
+        typed = click.prompt(f"All objects will be deleted. Type {wanted} to continue", err=True)
+        check_confirmation(store.location, typed)
+    except click.Abort:
+        delete_plan(store, plan)
+        raise ConfigurationError(
+            "Nothing was deleted, since the question has no answer. Without a terminal, add "
+            f"--confirm {shlex.quote(wanted)}"
+        ) from None
+    except ConfigurationError:
+        delete_plan(store, plan)
+        raise
+    return typed
 
 
 @bucket.command("abort-uploads")

@@ -1,4 +1,4 @@
-"""``millrace checkpoint``: list, verify, copy and retain a job's checkpoints."""
+"""``millrace checkpoint``: list, verify, copy, import and retain a job's checkpoints."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from millrace.terminal import echo, make_console, make_table
 
 @click.group(cls=NounGroup)
 def checkpoint() -> None:
-    r"""List, verify, copy and retain a job's checkpoints.
+    r"""List, verify, copy, import and retain a job's checkpoints.
 
     \b
     Example:
@@ -129,6 +129,57 @@ def save(
     data = {
         "url": done.url, "job": name, "step": saved.step, "bytes": saved.size,
         "files": len(saved.parts), "sent_bytes": done.sent_bytes, "seconds": done.seconds,
+    }  # fmt: skip
+    return CommandResult(data)
+
+
+@checkpoint.command("import")
+@click.argument("source")
+@click.argument("job")
+@click.argument("destination")
+@click.option(
+    "--step",
+    type=click.IntRange(0),
+    help="Step of the checkpoint, and of the folder to import if there are several.  [default: "
+    "the files of the folder itself, or the newest folder, and the step that its name says, or 0]",
+)
+@click.option(
+    "--only", default="", metavar="NAME", help="Dict to import from a file of torch.save."
+)
+@print_result
+def import_foreign(
+    source: str, job: str, destination: str, *, step: int | None, only: str
+) -> CommandResult:
+    r"""Save weights of another tool as a checkpoint of a job.
+
+    SOURCE is a folder or a file, a path, a URL, or a model of the Hugging Face Hub. A folder has
+    model.safetensors, pytorch_model.bin or another file of torch.save, an index with its files, or
+    folders such as step_1000 with these. No code of a file is executed. A file of torch.save is
+    refused if it has other values than tensors, numbers, text, lists and dicts; with --only, only
+    those of one dict, such as "model", are looked at.
+
+    \b
+    Example: millrace checkpoint import hf://owner/model my-job r2://ACCOUNT/BUCKET
+             millrace checkpoint import runs/step_1000/model.bin my-job r2://ACCOUNT/BUCKET
+    """
+    from millrace.audit import check_checkpoint_destination
+    from millrace.checkpoints import StoreDestination, import_checkpoint
+    from millrace.storage import open_store
+
+    store = open_store(destination)
+    check_checkpoint_destination(StoreDestination(store), job)
+    done = import_checkpoint(source, store, job, step=step, only=only)
+    saved = done.checkpoint
+    echo(
+        f"Step {saved.step} of {job} is in {store.url}: {format_count(done.tensors, 'tensor')}, "
+        f"{format_size(saved.size)} in {format_count(len(saved.parts), 'file')}, from "
+        f"{format_count(len(done.files), 'file')} of {done.source} ({done.files[0]}"
+        f"{', ...' if done.files[1:] else ''})."
+    )
+    data = {
+        "url": store.url, "job": job, "step": saved.step, "bytes": saved.size,
+        "files": len(saved.parts), "tensors": done.tensors, "source": done.source,
+        "imported": done.files,
     }  # fmt: skip
     return CommandResult(data)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace import errors
-from millrace.formatting import format_count, format_size
+from millrace.formatting import MAX_LENGTH, clean_text, format_count, format_size
 from millrace.terminal import echo, echo_text, print_json, reserve_stdout
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AnyFunction = Callable[..., Any]
 _SHOWN_FAILURES = 20
+_SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def write_template(path: Path, text: str) -> None:
 def show_failures(failures: "Sequence[ObjectFailure]") -> None:
     """Show the first objects or uploads that a command failed for, with the reasons."""
     for failure in failures[:_SHOWN_FAILURES]:
-        echo(f"{failure.key}: {failure.reason}", err=True)
+        echo(f"{clean_text(failure.key)}: {clean_text(failure.reason, 2 * MAX_LENGTH)}", err=True)
     if len(failures) > _SHOWN_FAILURES:
         echo(f"and {len(failures) - _SHOWN_FAILURES} more", err=True)
 
@@ -244,9 +245,15 @@ def read_store(location: str) -> "StoreSpec":
     from millrace.settings import load_settings
     from millrace.storage import StoreSpec
 
-    if "://" in location or Path(location).is_dir():
+    if is_store_location(location):
         return StoreSpec(url=location)
     return load_settings(Path(location), StoreOnlySettings).store
+
+
+def is_store_location(location: str) -> bool:
+    """Decide whether a location is a URL or the path of a folder, not of a settings file."""
+    path = Path(location)
+    return "://" in location or path.is_dir() or path.suffix.lower() not in _SETTINGS_SUFFIXES
 
 
 def _end_on_sigterm() -> None:

@@ -248,7 +248,11 @@ def run(
             f"{format_count(repaired.shards, 'shard')} verified, {len(repaired.remade_keys)} made "
             "again."
         )
+        for stray in repaired.strays:
+            echo(f"Not repaired: {stray.key}: {stray.reason}", err=True)
         data["remade"] = repaired.remade_keys
+        data["strays"] = repaired.strays
+        return CommandResult(data, 1 if repaired.strays else 0)
     return CommandResult(data)
 
 
@@ -311,6 +315,7 @@ def _describe_report(report: "ShardReport") -> "dict[str, object]":
         "new_shards": report.new_shards,
         "new_bytes": report.new_bytes,
         "seconds": report.seconds,
+        "warnings": report.warnings,
     }
 
 
@@ -348,6 +353,8 @@ def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
 def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
     r"""Compare every shard with the manifest. Exit code 1 if a shard is missing or differs.
 
+    An object beside the shards that the manifest does not name is an error, too.
+
     \b
     Example: millrace verify r2://ACCOUNT/BUCKET my-dataset
     """
@@ -362,6 +369,8 @@ def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
         f"{format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
         f"as the manifest says ({compared}, {format_size(result.size)})."
     )
+    for sentence in result.notes:
+        echo(sentence)
     return CommandResult(result, 0 if result.is_intact else 1)
 
 
@@ -487,7 +496,7 @@ def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":
     from millrace.datasets import PipelineSettings
     from millrace.settings import load_settings
 
-    config = load_settings(path, PipelineSettings)
+    config = load_settings(path, PipelineSettings, template="millrace init")
     return config.model_copy(update={"dataset": prefix}) if prefix else config
 
 
@@ -564,6 +573,12 @@ def _show_offers(config: "PipelineSettings", vast: "VastSettings") -> None:
 
 
 def _show_report(report: "ShardReport") -> None:
+    _show_run(report)
+    for sentence in report.warnings:
+        echo(f"Warning: {sentence}", err=True)
+
+
+def _show_run(report: "ShardReport") -> None:
     manifest = report.manifest
     contents = (
         f"{format_count(report.samples, 'sample')} in "

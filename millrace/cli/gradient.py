@@ -201,7 +201,10 @@ def roster(url: str, run: str, version: str) -> CommandResult:
     keys = ChainKeys(run, version)
     window, entries = read_newest_roster(open_store(url, make_folder=False), keys)
     if not entries:
-        echo(f"{run} has no registered workers{f' in window {window}' if window else ''}.")
+        echo(
+            f"{run} has no registered workers{f' in window {window}' if window else ''}. Workers "
+            "register if the settings of the run have `registration`."
+        )
     else:
         echo(f"{run}, window {window}:")
         width = max([6, *(len(uid) for uid in entries)])

@@ -1,5 +1,6 @@
 """``millrace machine``: rent machines of Vast.ai, and release them."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -229,10 +230,11 @@ def interrupt_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None
     def handle_signal(_: int, __: FrameType | None) -> None:
         nonlocal was_interrupted
         if was_interrupted and has_machines():
-            echo(
-                "Machines are being released: wait. Machines that are not released are billed.",
-                err=True,
-            )
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                echo(
+                    "Machines are being released: wait. Machines that are not released are billed.",
+                    err=True,
+                )
             return
         was_interrupted = True
         raise KeyboardInterrupt

@@ -1,7 +1,8 @@
 """Write the dataset card, ``README.md``, by which ``datasets.load_dataset`` opens the shards.
 
 The card is made from its record and the manifest, so its bytes are the same at each run. The record
-is written before the card, and both after the manifest.
+is written before the card, and both after the manifest. The last line of a card has the digest of
+the lines above, so an edited card is recognised, and is never replaced.
 
 ``datasets`` opens all configs of a card with the reader of the first one. So a card has configs of
 formats that one reader reads: ``parquet`` and ``pages``, or else ``webdataset``.
@@ -20,12 +21,13 @@ from millrace.datasets.formats import FieldType, FormatName
 from millrace.datasets.indexes import describe_index
 from millrace.datasets.progress_events import CardUploaded
 from millrace.datasets.settings import CardSettings
+from millrace.digest import compute_digest
 from millrace.formatting import clean_text, format_count, format_size
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import encode_record, fetch
 from millrace.schemas.dataset import DatasetCard, DatasetPlan, Manifest, ManifestShard, SourceRecord
-from millrace.storage import Store, exists, put
+from millrace.storage import Store, exists, put, read
 
 _CONFIGS = ((FormatName.PARQUET, FormatName.PAGES), (FormatName.WEBDATASET,))  # by reader
 _EXTENSIONS = {FormatName.WEBDATASET: "tar"}  # the others are parquet files
@@ -49,6 +51,7 @@ _READERS: Mapping[FormatName, str] = {
 }
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")  # of the Hub
 _MAX_URL = 2000  # characters
+_SEAL = b"<!-- Digest of the text above: %b -->\n"
 
 
 def make_card(settings: CardSettings, plan: DatasetPlan) -> DatasetCard:
@@ -57,12 +60,14 @@ def make_card(settings: CardSettings, plan: DatasetPlan) -> DatasetCard:
 
 
 def check_readme(store: Store, keys: DatasetKeys) -> None:
-    """Check that a card would not replace a ``README.md`` of other origin. One or two requests.
+    """Check that a ``README.md`` which is not a card of Millrace has not been there before a card.
+
+    One or two requests.
 
     Raises:
-        ConflictError: There is a ``README.md``, and no record of a card.
+        ConflictError: There is such a ``README.md``, and no record of a card.
     """
-    if exists(store, keys.readme) and not exists(store, keys.card):
+    if _has_foreign_readme(store, keys) and not exists(store, keys.card):
         raise errors.ConflictError(
             f"{store.make_url(keys.readme)} was not written by Millrace, and `card` would replace "
             "it. Move it away, or remove `card` from the settings."
@@ -71,25 +76,38 @@ def check_readme(store: Store, keys: DatasetKeys) -> None:
 
 def write_card(
     store: Store, card: DatasetCard, manifest: Manifest, *, progress: Progress = ignore_event
-) -> None:
+) -> str:
     """Write the record of a card, and the card, unless they are there already.
 
+    A card that was edited or replaced since Millrace wrote it stays as it is.
+
+    Returns:
+        Sentence about a card that stays; empty if the card of this record is stored.
+
     Raises:
-        ConflictError: There is a ``README.md`` that Millrace did not write.
+        ConflictError: There is a ``README.md`` that Millrace did not write, and no record.
     """
     keys = DatasetKeys(manifest.dataset)
     check_readme(store, keys)
-    readme = render_card(card, manifest)
-    for key, body in ((keys.card, encode_record(card, nonce="")), (keys.readme, readme)):
+    bodies = {keys.card: encode_record(card, nonce=""), keys.readme: render_card(card, manifest)}
+    for key, body in bodies.items():
         if describe_index(store, key, body):
+            if key == keys.readme and _has_foreign_readme(store, keys):
+                return (
+                    f"{store.make_url(key)} was edited or replaced since Millrace wrote it, so it "
+                    "was left as it is. Remove `card` from the settings to keep the file, or move "
+                    "the file away and run again to get the card of Millrace."
+                )
             put(store, key, body)
             progress(CardUploaded(key=key))
+    return ""
 
 
 def describe_card_faults(store: Store, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the objects of a card that are at fault, each with a short text. Two requests.
+    """Yield the objects of a card that are at fault, each with a short text.
 
-    A dataset without the record of a card has no card.
+    A dataset without the record of a card has no card. A card that was edited or replaced since
+    Millrace wrote it is not at fault.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -102,14 +120,34 @@ def describe_card_faults(store: Store, manifest: Manifest) -> Iterator[tuple[str
     except errors.CorruptError:
         yield keys.card, "cannot be read"
         return
-    if reason := describe_index(store, keys.readme, render_card(card, manifest)):
+    reason = describe_index(store, keys.readme, render_card(card, manifest))
+    if reason and not _has_foreign_readme(store, keys):
         yield keys.readme, reason
 
 
 def render_card(card: DatasetCard, manifest: Manifest) -> bytes:
     """Return the bytes of a card: YAML for ``datasets`` and the Hub, and text for people."""
     metadata = yaml.safe_dump(_make_metadata(card, manifest), sort_keys=False, allow_unicode=True)
-    return f"---\n{metadata}---\n\n{_make_text(card, manifest)}".encode()
+    content = f"---\n{metadata}---\n\n{_make_text(card, manifest)}\n".encode()
+    return content + _make_seal(content)
+
+
+def _make_seal(content: bytes) -> bytes:
+    """Return the last line of a card, which has the digest of the lines above."""
+    return _SEAL % compute_digest(content).encode()
+
+
+def _has_foreign_readme(store: Store, keys: DatasetKeys) -> bool:
+    """Decide whether there is a ``README.md`` other than one that Millrace wrote. One request."""
+    try:
+        body = read(store, keys.readme, max_size=DatasetCard.record_bytes)
+    except errors.NotFoundError:
+        return False
+    except errors.CorruptError:  # larger
+        return True
+    lines, newline, _ = body.removesuffix(b"\n").rpartition(b"\n")
+    content = lines + newline
+    return body != content + _make_seal(content)
 
 
 def _make_metadata(card: DatasetCard, manifest: Manifest) -> dict[str, Any]:
@@ -222,8 +260,8 @@ def _make_text(card: DatasetCard, manifest: Manifest) -> str:
     if card.license:
         parts += ["## License", f"`{card.license}`"]
     parts.append(
-        "Millrace wrote this file, and writes it again if its settings change. `manifest.json` has "
-        "the digest of every shard."
+        "Millrace wrote this file, and writes it again if its settings change, unless the file was "
+        "edited. `manifest.json` has the digest of every shard."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -62,7 +62,7 @@ def finalize_dataset(
         CorruptError: The digests of blocks in a commit do not fit the shard.
     """
     ledger = _read_ledger(store, keys, plan)
-    limit.check(good=sum(ledger.samples.values()), bad=ledger.quarantined)
+    limit.check(good=sum(ledger.samples.values()), bad=ledger.quarantined, dropped=ledger.dropped)
     _check_still_committed(store, keys, plan)
     if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
@@ -96,6 +96,7 @@ class _LedgerTotals:
         blocks: Digests of the blocks of these shards.
         size: Bytes of these shards.
         quarantined: Number of quarantined rows.
+        dropped: Number of rows that transforms dropped, in partitions without commits.
     """
 
     plan_digest: str
@@ -104,6 +105,7 @@ class _LedgerTotals:
     blocks: ShardBlockList = field(default_factory=ShardBlockList)
     size: int = 0
     quarantined: int = 0
+    dropped: int = 0
 
     def add(self, commits: list[ShardCommit], end: PartitionEnd, split: str) -> None:
         """Add the commits of a partition.
@@ -137,6 +139,7 @@ class _LedgerTotals:
         self.samples[split] += samples
         self.size += sum(commit.size for commit in commits)
         self.quarantined += sum(commit.quarantined for commit in commits)
+        self.dropped += end.dropped
 
     def make_manifest(self, keys: DatasetKeys, plan: DatasetPlan) -> Manifest:
         """Return the manifest of the dataset."""

@@ -93,7 +93,10 @@ def plan_garbage(
         )
         try:
             uploads = find_stale_uploads(
-                store, horizon, prefix=f"{dataset}/", is_included=held.keys.is_own
+                store,
+                horizon,
+                prefix=f"{dataset}/",
+                is_included=lambda one: held.keys.is_own(one.key),
             )
         except errors.DeniedError as error:
             failure = ObjectFailure("unfinished uploads", errors.format_error(error))

@@ -116,7 +116,7 @@ def shard_partition(
             continue
         return _commit_end(
             store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position,
-            progress,
+            source.dropped, progress,
         )  # fmt: skip
 
 
@@ -526,9 +526,13 @@ def _commit_end(
     plan_digest: str,
     commits: int,
     position: tuple[int, int],
+    dropped: int,
     progress: Progress,
 ) -> PartitionEnd:
-    """Compare the ledger with the rows that were read, and commit the partition's end."""
+    """Compare the ledger with the rows that were read, and commit the partition's end.
+
+    The dropped rows are those after the last commit. So they are counted if there are no commits.
+    """
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
@@ -543,6 +547,7 @@ def _commit_end(
         samples=sum(entry.samples for entry in entries),
         size=sum(entry.size for entry in entries),
         quarantined=sum(entry.quarantined for entry in entries),
+        dropped=0 if entries else dropped,
         plan_digest=plan_digest,
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))

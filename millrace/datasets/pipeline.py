@@ -68,6 +68,7 @@ class ShardReport:
         dollars: Cost of all rented machines of the dataset; None if this run rented none.
         served: Bytes that this run read from each location of a source with mirrors, by its name;
             empty without mirrors.
+        warnings: Sentences that a person should read although the run has succeeded.
     """
 
     url: str
@@ -82,6 +83,7 @@ class ShardReport:
     was_complete: bool = False
     dollars: float | None = None
     served: Mapping[str, int] = field(default_factory=dict[str, int])
+    warnings: tuple[str, ...] = ()
 
     @property
     def manifest_url(self) -> str:
@@ -305,8 +307,11 @@ def shard_dataset(
             progress=limit.wrap_progress(counter),
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
-    if settings.card:
-        write_card(store, make_card(settings.card, plan), manifest, progress=progress)
+    warnings: list[str] = []
+    if settings.card and (
+        sentence := write_card(store, make_card(settings.card, plan), manifest, progress=progress)
+    ):
+        warnings.append(sentence)
     return ShardReport(
         url=store.make_url(settings.dataset),
         manifest_key=keys.manifest,
@@ -319,6 +324,7 @@ def shard_dataset(
         new_bytes=counter.size,
         was_complete=was_complete,
         served=counter.count_served(files),
+        warnings=tuple(warnings),
     )
 
 
@@ -336,7 +342,7 @@ def run_from_file(
         ConfigurationError: The file is missing, invalid, or names a variable that is not set.
         MillraceError: The run failed, with the errors of `shard_dataset`.
     """
-    settings = load_settings(Path(path), PipelineSettings)
+    settings = load_settings(Path(path), PipelineSettings, template="millrace init")
     if dataset is not None:
         settings = settings.model_copy(update={"dataset": dataset})
     return shard_dataset(settings, progress=progress)

@@ -59,7 +59,7 @@ _MAX_NAMED = 3  # files named in the error about a changed source
 _CONCURRENCY = 16  # concurrent uploads of the objects of a plan
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
-_ROW_VERSIONS = {"rows": "2", "json": "orjson-3"}
+_ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
 _KIND_VERSIONS = {
     SourceKind.PARQUET.value: {"parquet": "1"},
     SourceKind.HUGGINGFACE.value: {"parquet": "1"},

@@ -11,6 +11,7 @@ from millrace.dataset_ledger import iterate_commits
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.datasets.settings import ExecutionSettings
+from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import DatasetPlan
@@ -77,19 +78,20 @@ class QuarantineLimit:
 
         return forward_event
 
-    def check(self, *, good: int, bad: int) -> None:
+    def check(self, *, good: int, bad: int, dropped: int = 0) -> None:
         """Check the rows of the whole ledger, before the dataset is finalized.
 
         Args:
             good: Number of samples.
             bad: Number of quarantined rows.
+            dropped: Number of rows that transforms dropped, in partitions without other rows.
 
         Raises:
             QuarantineError: More rows were quarantined than allowed, or there are no samples.
         """
         self._good_rows, self._bad_rows = good, bad
         if not self._good_rows and not self._settings.allow_empty:
-            raise self._make_empty_error()
+            raise self._make_empty_error(dropped)
         if self._bad_rows > self._compute_limit(self._good_rows + self._bad_rows):
             raise self._make_exceeded_error(
                 f"{self._bad_rows} of {self._good_rows + self._bad_rows} rows"
@@ -129,15 +131,18 @@ class QuarantineLimit:
             "under another dataset name, or raise execution.max_quarantined and run it again."
         )
 
-    def _make_empty_error(self) -> errors.QuarantineError:
-        rows = (
-            f"{self._bad_rows} of {self._bad_rows} rows made none"
-            if self._bad_rows
-            else "the source has no rows"
-        )
+    def _make_empty_error(self, dropped: int) -> errors.QuarantineError:
+        faulty = "source"
+        if self._bad_rows:
+            rows = f"{self._bad_rows} of {self._bad_rows} rows made none"
+        elif dropped:
+            faulty = "transforms"
+            rows = f"the transforms dropped all {format_count(dropped, 'row')}"
+        else:
+            rows = "the source has no rows"
         return errors.QuarantineError(
             f"{self._keys.dataset} would have no samples: {rows}. "
-            f"{self._describe_first_reasons()}Correct the source under another dataset name, or "
+            f"{self._describe_first_reasons()}Correct the {faulty} under another dataset name, or "
             "set execution.allow_empty and run it again."
         )
 

@@ -21,7 +21,7 @@ from millrace.datasets.transforms import (
     open_transformed_source,
     record_transforms,
 )
-from millrace.datasets.verify import read_manifest, verify_dataset
+from millrace.datasets.verify import ShardFault, read_manifest, verify_dataset
 from millrace.digest import compute_digest
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
@@ -59,10 +59,12 @@ class Repair:
     Attributes:
         shards: Number of shards that were verified.
         remade_keys: Keys of the shards and of other objects that were made again.
+        strays: Objects in the folders of the shards that the manifest does not name. They stay.
     """
 
     shards: int
     remade_keys: tuple[str, ...]
+    strays: tuple[ShardFault, ...] = ()
 
 
 def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_event) -> Repair:
@@ -88,8 +90,8 @@ def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_ev
     """
     store, keys = open_store(settings.store), DatasetKeys(settings.dataset)
     found = verify_dataset(store, settings.dataset, progress=progress)
-    if found.is_intact:
-        return Repair(found.shards, ())
+    if not (found.faults or found.other_faults):
+        return Repair(found.shards, (), found.strays)
     plan = fetch(store, keys.plan, DatasetPlan)
     _check_transforms(plan, settings, store)
     manifest = read_manifest(store, keys)
@@ -122,7 +124,7 @@ def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_ev
         else:
             put(store, fault.key, indexes[fault.key])
         remade.append(fault.key)
-    return Repair(found.shards, tuple(remade))
+    return Repair(found.shards, tuple(remade), found.strays)
 
 
 def _find_card(
@@ -192,7 +194,9 @@ def remake_shards(
             "the URLs may give other bytes. Nothing was replaced. Restore the objects from a copy, "
             "or shard the list of URLs under another dataset name."
         )
-    source = open_transformed_source(plan.source, files, store, any_version=True)
+    source = open_transformed_source(
+        plan.source, files, store, types=plan.layout.fields, any_version=True
+    )
     partitions = {partition.name: partition for partition in plan.partitions}
     by_commit: dict[tuple[str, int], list[LostShard]] = {}
     for one in lost:

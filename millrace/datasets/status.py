@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.keys.datasets import DatasetKeys
-from millrace.lease import Census, HeldLease, Holder, StoreClock
+from millrace.lease import Census, HeldLease, StoreClock
 from millrace.records import fetch, iterate_records
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 from millrace.storage import Store, exists, list_folders
@@ -126,7 +126,9 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
     held: dict[str, HeldLease] = {}
     if counts.keys() - ends:
         # One listing of all leases, since a listing for each open partition takes hours for many.
-        held = Census(store, dataset, "", _read_clock(store, dataset)).find_holders()
+        held = Census(
+            store, dataset, "", StoreClock.read_if_permitted(store, dataset)
+        ).find_holders()
     partitions = [
         _make_partition_status(
             name, own, ended=name in ends, held=None if name in ends else held.get(name)
@@ -171,11 +173,3 @@ def _make_partition_status(
         host=held.holder.host if held else "",
         until=held.until if held else None,
     )
-
-
-def _read_clock(store: Store, dataset: str) -> StoreClock:
-    """Return the store's clock, or this machine's clock if the credentials may only read."""
-    try:
-        return StoreClock.read(store, dataset, Holder.describe_this_process())
-    except errors.DeniedError:
-        return StoreClock.read_machine_clock()

@@ -10,11 +10,15 @@ from millrace.block_lists import describe_block_digests, read_shard_blocks
 from millrace.datasets.card import describe_card_faults
 from millrace.datasets.indexes import describe_index, make_indexes
 from millrace.datasets.progress_events import ShardVerified
+from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
+from millrace.lease import Census, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
-from millrace.storage import Store, describe_difference
+from millrace.storage import Store, describe_difference, list_objects
+
+_STRAY = "not in the manifest; `millrace dataset collect-garbage` deletes it after an hour"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class Verification:
         includes_digests: Whether digests were compared; False if only sizes were.
         other_faults: Object with the digests of all blocks, indexes of the formats, and objects of
             the dataset card, that are missing or do not fit the manifest.
+        strays: Objects in the folders of the shards that the manifest does not name. A reader that
+            takes all files of a folder would read them, too.
+        notes: Sentences about objects that could not be judged.
     """
 
     shards: int
@@ -48,16 +55,18 @@ class Verification:
     faults: tuple[ShardFault, ...]
     includes_digests: bool
     other_faults: tuple[ShardFault, ...] = ()
+    strays: tuple[ShardFault, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def is_intact(self) -> bool:
-        """True if no shard and no other object is at fault."""
+        """True if no shard and no other object is at fault, and no object is stray."""
         return not self.all_faults
 
     @property
     def all_faults(self) -> tuple[ShardFault, ...]:
-        """Shards at fault, then other objects at fault."""
-        return (*self.faults, *self.other_faults)
+        """Shards at fault, then other objects at fault, then stray objects."""
+        return (*self.faults, *self.other_faults, *self.strays)
 
 
 def verify_dataset(
@@ -70,6 +79,9 @@ def verify_dataset(
     manifest: Manifest | None = None,
 ) -> Verification:
     """Check every shard of a complete dataset, the digests of all blocks, indexes, and the card.
+
+    One listing finds objects beside the shards that the manifest does not name. They are not judged
+    while a run works on the dataset, since the run may be uploading them.
 
     Args:
         store: Store of the dataset.
@@ -104,7 +116,24 @@ def verify_dataset(
         if reason := describe_index(store, key, expected):
             others.append(ShardFault(key, reason))
     others += [ShardFault(key, reason) for key, reason in describe_card_faults(store, manifest)]
-    return Verification(len(manifest.shards), manifest.size, tuple(faults), digests, tuple(others))
+    strays = _list_strays(store, keys, manifest)
+    notes: tuple[str, ...] = ()
+    if strays and _is_worked_on(store, dataset):
+        sentence = (
+            f"{format_count(len(strays), 'object')} beside the shards, such as "
+            f"{store.make_url(strays[0])}, may be of a run that works on the dataset now. Verify "
+            "it again when the run has ended."
+        )
+        strays, notes = [], (sentence,)
+    return Verification(
+        shards=len(manifest.shards),
+        size=manifest.size,
+        faults=tuple(faults),
+        includes_digests=digests,
+        other_faults=tuple(others),
+        strays=tuple(ShardFault(key, _STRAY) for key in strays),
+        notes=notes,
+    )
 
 
 def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
@@ -131,6 +160,39 @@ def _describe_manifest(store: Store, keys: DatasetKeys, expected: Manifest) -> s
     except errors.CorruptError as error:
         return str(error)
     return "" if found == expected else "another one than in the bucket"
+
+
+def _list_strays(store: Store, keys: DatasetKeys, manifest: Manifest) -> list[str]:
+    """Return the objects below the prefix of the shards that are no shard and no index.
+
+    Shards that are named by their digests, of a list of URLs, are left out: readers take them by
+    the manifest, and other downloads of the same rows may lie beside them.
+    """
+    named = {shard.key for shard in manifest.shards}
+    is_of_urls = any(map(keys.is_named_by_digest, named))
+    folders = {
+        one
+        for shard_format in manifest.formats
+        for split in manifest.samples
+        for one in (
+            f"{keys.shards}{shard_format}",
+            keys.make_shards_prefix(shard_format, split).removesuffix("/"),
+        )
+    }  # S3 consoles mark a folder by an empty object
+    return [
+        stat.key
+        for stat in list_objects(store, keys.shards)
+        if stat.key not in named
+        and stat.key not in folders
+        and not keys.is_index(stat.key)
+        and not (is_of_urls and keys.is_named_by_digest(stat.key))
+    ]
+
+
+def _is_worked_on(store: Store, dataset: str) -> bool:
+    """Decide whether a process holds a lease of the dataset. Up to four requests."""
+    clock = StoreClock.read_if_permitted(store, dataset)
+    return bool(Census(store, dataset, "", clock, strict=False).find_holders())
 
 
 def _check_shards(

@@ -90,6 +90,7 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
         job.source,
         files,
         store,
+        types=job.layout.fields,
         downloads=job.downloads,
         allow_private=job.allow_private,
     )

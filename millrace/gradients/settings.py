@@ -11,9 +11,10 @@ read without them.
 from datetime import timedelta
 from typing import Annotated, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.keys.names import is_valid_name
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
@@ -125,6 +126,17 @@ class RegistrationSettings(BaseModel):
         "`millrace gradient key` prints the key of a worker. By default, every worker whose "
         "credentials may write below the run's prefix may register.",
     )
+
+    @field_validator("admitted")
+    @classmethod
+    def _check_admitted(cls, admitted: dict[str, str] | None) -> dict[str, str] | None:
+        if admitted is not None and not admitted:
+            raise ValueError("name at least one worker, or leave `admitted` out to admit everybody")
+        make_prefix = GradientKeys("run", "1").make_worker_prefix
+        wrong = [uid for uid in admitted or () if not is_valid_name(make_prefix, uid)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no name of a worker")
+        return admitted
 
 
 class WindowOptions(BaseModel):
@@ -405,15 +417,21 @@ class AggregatorSettings(AggregationSettings):
         strange = sorted(set(self.worker_stores) - set(names))
         if strange:
             raise ValueError(f"{strange[0]!r} has a bucket, and is neither worker nor reserve")
-        if self.run.registration is not None:
+        gather, registration = self.run.gather, self.run.registration
+        most = max(gather.quorum, gather.wanted or 0)
+        if registration is not None:
+            if most > len(names) + registration.most:
+                raise ValueError(
+                    f"{most} gradients are needed, and at most {len(names) + registration.most} "
+                    "workers may take part: raise `most` of the registration, or lower `quorum` "
+                    "or `wanted`"
+                )
             return self  # further workers may register
         if not self.workers:
             raise ValueError(
                 "name at least one worker in `workers`, or let workers register (`registration` "
                 "of the run)"
             )
-        gather = self.run.gather
-        most = max(gather.quorum, gather.wanted or 0)
         if most > len(names):
             raise ValueError(f"{most} gradients are needed from {len(names)} workers and reserves")
         self.run.check_workers(len(self.workers))

@@ -6,12 +6,12 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from httpx2 import TransportError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -34,6 +34,9 @@ ProbeOperation = CommitOperationAdd | CommitOperationDelete
 _MAX_ENTRIES = 200_000  # files and folders of a listing; the Hub advises 100,000 files at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 _LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
+# Without rules, the Hub applies those of the repository's `.gitignore`, and huggingface_hub leaves
+# out the files that they name.
+_IGNORE_NOTHING = "# nothing is ignored\n"
 _MAX_LONG_TRIES = 5  # transfers that each took longer than the time for retries before they failed
 # hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
@@ -155,6 +158,19 @@ class HubClient:
             )
         return found
 
+    def download_file(self, key: str, head: str, folder: Path) -> Path:
+        """Download a file into a folder, and return its path. An interrupted download goes on.
+
+        Args:
+            key: Key of the file.
+            head: Commit that has the file.
+            folder: Folder for the file, and for the library's own files.
+
+        Raises:
+            NotFoundError: There is no such file.
+        """
+        return Path(self._call_with_retries(key, self._prepare_download(key, head, folder)))
+
     def download(self, key: str, head: str, largest: int, *, keep: bool = False) -> bytes:
         """Return the bytes of a file.
 
@@ -173,14 +189,7 @@ class HubClient:
             nullcontext() if keep else tempfile.TemporaryDirectory(prefix="millrace-hub-") as folder
         ):
             # The library resumes an interrupted download only into a file.
-            get = partial(
-                self._api.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
-                self.spec.repo,
-                key,
-                revision=head,
-                repo_type=self._type,
-                local_dir=folder,
-            )
+            get = self._prepare_download(key, head, folder)
             size = self._call_with_retries(key, lambda: get(dry_run=True)).file_size
             if size is None:
                 raise errors.UnavailableError(
@@ -193,26 +202,52 @@ class HubClient:
                 )
             return Path(self._call_with_retries(key, lambda: get(dry_run=False))).read_bytes()
 
+    def _prepare_download(self, key: str, head: str, folder: Path | str | None) -> partial[Any]:
+        """Return a call that downloads a file into a folder, or into the library's cache."""
+        return partial(
+            self._api.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
+            self.spec.repo,
+            key,
+            revision=head,
+            repo_type=self._type,
+            local_dir=folder,
+        )
+
     def upload(self, key: str, bodies: Mapping[str, bytes]) -> list[CommitOperationAdd]:
         """Upload files for a later commit, and return their operations.
 
         Args:
             key: Key for messages.
             bodies: Bytes of each file, by its key.
+
+        Raises:
+            MillraceError: The Hub ignores a file by its `.gitignore`.
         """
         operations = [CommitOperationAdd(each, body) for each, body in bodies.items()]
-        self._call_with_retries(
-            key,
-            lambda: self._api.preupload_lfs_files(
-                self.spec.repo, operations, revision=self.spec.revision
-            ),
-        )
+        self._call_with_retries(key, lambda: self._preupload(operations, self.spec.revision))
         return operations
+
+    def _preupload(self, operations: Sequence[ProbeOperation], branch: str) -> None:
+        """Upload the large files of a commit, and have it include all files.
+
+        Raises:
+            MillraceError: The Hub ignores a file by its `.gitignore`.
+        """
+        added = [one for one in operations if isinstance(one, CommitOperationAdd)]
+        self._api.preupload_lfs_files(
+            self.spec.repo, added, revision=branch, gitignore_content=_IGNORE_NOTHING
+        )
+        for one in added:
+            if getattr(one, "_should_ignore", False):
+                raise errors.MillraceError(
+                    f"{self.make_url(one.path_in_repo)}: the Hub ignores this file. Remove the "
+                    "rule from `.gitignore` in the repository, and try again."
+                )
 
     def commit_once(
         self, key: str, operations: list[CommitOperationAdd], message: str, head: str
-    ) -> None:
-        """Commit files after a commit, without retries.
+    ) -> str:
+        """Commit files after a commit, without retries, and return the new commit.
 
         Args:
             key: Key for messages.
@@ -223,17 +258,21 @@ class HubClient:
         Raises:
             ChangedError: Another commit came first.
             UnavailableError: The Hub does not answer. The commit may exist.
+            MillraceError: The Hub ignores a file by its `.gitignore`.
         """
-        self._call_once(
-            key,
-            lambda: self._api.create_commit(
+
+        def commit() -> str:
+            self._preupload(operations, self.spec.revision)
+            made = self._api.create_commit(
                 self.spec.repo,
                 operations,
                 commit_message=message,
                 revision=self.spec.revision,
                 parent_commit=head,
-            ),
-        )
+            )
+            return made.oid
+
+        return self._call_once(key, commit)
 
     @contextmanager
     def open_probe_branch(self, key: str, head: str) -> Generator[Callable[[ProbeOperation], str]]:
@@ -248,14 +287,15 @@ class HubClient:
         """
         repo, branch = self.spec.repo, f"probe-{secrets.token_hex(8)}"
 
-        def commit(operation: ProbeOperation) -> str:
-            made = self._call_with_retries(
-                key,
-                lambda: self._api.create_commit(
-                    repo, [operation], commit_message="A probe", revision=branch
-                ),
+        def commit_once(operation: ProbeOperation) -> str:
+            self._preupload([operation], branch)
+            made = self._api.create_commit(
+                repo, [operation], commit_message="A probe", revision=branch
             )
             return made.oid
+
+        def commit(operation: ProbeOperation) -> str:
+            return self._call_with_retries(key, lambda: commit_once(operation))
 
         def make_branch() -> None:
             self._api.create_branch(repo, branch=branch, revision=head, exist_ok=True)

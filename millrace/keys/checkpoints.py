@@ -16,7 +16,7 @@ RESERVED_IN_JOBS = frozenset({*RESERVED_FOLDERS, CHECKPOINTS})
 EPOCH_FOLDERS = frozenset({"epochs", COOLDOWNS, MEMBERS})
 """Folders of a job with the ends of its epochs. Its members write to some of them."""
 CHECKPOINT_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,}})/.+"
+    rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,18}})/.+"
 )
 """Key of an object of any checkpoint, by which `classify_key` recognises it."""
 _BLOCK_LISTS = "block_digests"
@@ -65,13 +65,13 @@ class CheckpointKeys:
         """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
         return f"{self.make_folder_prefix(step)}metadata.json"
 
-    def make_shares_prefix(self, step: int, attempt: str) -> str:
-        """Return the prefix of the ranks' shares of a step in one attempt."""
-        return f"{self.make_folder_prefix(step)}shares/{attempt}/"
+    def make_shares_prefix(self, step: int, attempt: str, number: int) -> str:
+        """Return the prefix of the ranks' shares of a step in one save of an attempt."""
+        return f"{self.make_folder_prefix(step)}shares/{attempt}.{number}/"
 
-    def make_share_key(self, step: int, attempt: str, rank: int) -> str:
+    def make_share_key(self, step: int, attempt: str, number: int, rank: int) -> str:
         """Return the key of the record of the files that one rank saved of a step."""
-        return f"{self.make_shares_prefix(step, attempt)}{rank:06d}.json"
+        return f"{self.make_shares_prefix(step, attempt, number)}{rank:06d}.json"
 
     def make_pin_key(self, step: int) -> str:
         """Return the key of the pin that protects a step from deletion by any rule."""
@@ -106,23 +106,23 @@ class CheckpointKeys:
 
     def parse_folder(self, name: str) -> int | None:
         """Return the step of a folder's name such as ``step_000001000``; None for other names."""
-        match = re.fullmatch(r"step_([0-9]{9,})", name)
+        match = re.fullmatch(r"step_([0-9]{9,18})", name)
         return int(match[1]) if match else None
 
     def parse_part(self, key: str) -> tuple[int, str] | None:
         """Return the step and the digest of a part's key; None for other keys."""
-        pattern = re.escape(self.prefix) + r"step_([0-9]{9,})/parts/([0-9a-f]{64})\.safetensors"
+        pattern = re.escape(self.prefix) + r"step_([0-9]{9,18})/parts/([0-9a-f]{64})\.safetensors"
         match = re.fullmatch(pattern, key)
         return (int(match[1]), f"{Algorithm.BLAKE3}:{match[2]}") if match else None
 
     def is_block_list(self, key: str) -> bool:
         """Decide whether a key is that of the digests of a part's blocks."""
-        pattern = re.escape(self.prefix) + rf"step_[0-9]{{9,}}/{_BLOCK_LISTS}/[0-9a-f]{{64}}\.bin"
+        pattern = re.escape(self.prefix) + rf"step_[0-9]{{9,18}}/{_BLOCK_LISTS}/[0-9a-f]{{64}}\.bin"
         return re.fullmatch(pattern, key) is not None
 
     def is_share(self, key: str) -> bool:
         """Decide whether a key is that of the share of a rank."""
-        pattern = re.escape(self.prefix) + r"step_[0-9]{9,}/shares/[^/]+/[0-9]{6,}\.json"
+        pattern = re.escape(self.prefix) + r"step_[0-9]{9,18}/shares/[^/]+/[0-9]{6,18}\.json"
         return re.fullmatch(pattern, key) is not None
 
 

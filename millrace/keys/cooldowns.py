@@ -10,7 +10,7 @@ from millrace.keys.names import NAME_PATTERN
 
 COOLDOWNS = "cooldowns"
 MEMBER_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/{MEMBERS}/(?P<uid>[^/]+)/{COOLDOWNS}/[0-9]{{6,}}/"
+    rf"(?P<scope>{NAME_PATTERN})/{MEMBERS}/(?P<uid>[^/]+)/{COOLDOWNS}/[0-9]{{6,18}}/"
     r"(?:(?P<record>(?:vote|late|result)\.json)|draft\.json|parts/[0-9a-f]{64}\.safetensors)"
 )
 """Key of an object that any member writes, by which `classify_key` recognises it."""

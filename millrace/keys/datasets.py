@@ -9,7 +9,7 @@ from millrace.errors import ConfigurationError
 from millrace.keys.leases import make_lease_prefix
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
-_PAGE_INDEX = r"_pages/(?P<column>[A-Za-z0-9_]{1,64})-(?P<number>[0-9]{6,})\.json"
+_PAGE_INDEX = r"_pages/(?P<column>[A-Za-z0-9_]{1,64})-(?P<number>[0-9]{6,18})\.json"
 _PAGE_LAYOUTS = r"_pages/[A-Za-z0-9_]{1,64}-[0-9a-f]{16}\.bin"
 _INDEX = (
     r"shards/[a-z]+/(?:[a-z]+/)?(?:_?[a-z_]+\.(?:json|npy|yaml)"
@@ -18,19 +18,19 @@ _INDEX = (
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
     r"|transforms/[0-9a-f]{64}\.(?:py|json)"
-    r"|quarantine/[a-z]+-[0-9]{5,}-[0-9]{6,}(?:-[0-9a-f]{16})?\.jsonl"
-    r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,}-[0-9]{6,}(?:-[0-9a-f]{16})?\.[a-z]+"
+    r"|quarantine/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.jsonl"
+    r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.[a-z]+"
     rf"|{_INDEX})"
 )
 """Key of an object of any dataset, by which `classify_key` recognises it.
 
 The shortest scope counts, since the folder of an index is no dataset.
 """
-_PARTITION = re.compile(r"[a-z]+-[0-9]{5,}")
-_SEEK_POINT = re.compile(r"[0-9]{5,}-(?P<cursor>[0-9]{19})\.json")
-_MEMBER_INDEX = re.compile(r"[0-9]{5,}-members\.jsonl")
+_PARTITION = re.compile(r"[a-z]+-[0-9]{5,18}")
+_SEEK_POINT = re.compile(r"[0-9]{5,18}-(?P<cursor>[0-9]{19})\.json")
+_MEMBER_INDEX = re.compile(r"[0-9]{5,18}-members\.jsonl")
 _FILE_DIGESTS = re.compile(r"digests-[0-9a-f]{32}\.json")
-_COMMIT_NAME = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,})-(?P<number>[0-9]{6,})")
+_COMMIT_NAME = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})-(?P<number>[0-9]{6,18})")
 _STORED_SHARD = re.compile(rf"{_COMMIT_NAME.pattern}(?:-[0-9a-f]{{16}})?")
 
 
@@ -308,6 +308,14 @@ class DatasetKeys:
         stem = key.rpartition("/")[2].rpartition(".")[0]
         is_below = key.startswith((self.shards, self.quarantined))
         return is_below and _STORED_SHARD.fullmatch(stem) is not None
+
+    def is_named_by_digest(self, key: str) -> bool:
+        """Decide whether a key is that of a shard or of quarantined rows with digits of a digest.
+
+        Several runs may store such objects for the same rows. A record names one of them.
+        """
+        stem = key.rpartition("/")[2].rpartition(".")[0]
+        return self.is_shard_or_quarantine(key) and _COMMIT_NAME.fullmatch(stem) is None
 
     def is_index(self, key: str) -> bool:
         """Decide whether a key is that of an index, which readers of a format find beside shards.

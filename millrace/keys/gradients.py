@@ -13,14 +13,14 @@ GATHERS = "gathers"
 RESERVED_WORKERS = frozenset({*RESERVED_IN_JOBS, GATHERS, "epochs"})
 """Folders of a run or a job. No worker may have such a name."""
 WORKER_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window|registration)-(?P<number>[0-9]{{9,}})"
+    rf"(?P<scope>{NAME_PATTERN})/(?P<uid>[^/]+)/(?P<what>gradient|start_window|registration)-(?P<number>[0-9]{{9,18}})"
     r"-(?P=uid)-v(?P<version>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<ending>safetensors|pt|json)"
 )
 """Key of an object of any worker, by which `classify_key` recognises it."""
 CHAIN_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN})/{GATHERS}/(?P<version>{NAME_PATTERN})/"
-    r"(?:(?P<step>[0-9]{9,})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,})\.json"
-    r"|windows/(?P<opening>[0-9]{9,})\.json|scores/(?P<scores>[0-9]{9,})\.json)"
+    r"(?:(?P<step>[0-9]{9,18})-[0-9a-f]{64}\.(?:safetensors|npz)|chain/(?P<window>[0-9]{9,18})\.json"
+    r"|windows/(?P<opening>[0-9]{9,18})\.json|scores/(?P<scores>[0-9]{9,18})\.json)"
 )
 """Key of an object of any chain, by which `classify_key` recognises it.
 
@@ -49,7 +49,8 @@ class GradientKeys:
 
     def make_worker_prefix(self, uid: str) -> str:
         """Return the prefix of all objects of a worker. Its credentials allow writes only there."""
-        if "/" in check_name(uid, what="The worker's name") or uid in RESERVED_WORKERS:
+        checked = check_name(uid, what="The worker's name")
+        if "/" in uid or checked in RESERVED_WORKERS:
             raise ConfigurationError(
                 f"The worker's name {uid!r} has a '/' in it, or is reserved "
                 f"({', '.join(sorted(RESERVED_WORKERS))}): choose another name."
@@ -92,7 +93,7 @@ class GradientKeys:
     def _parse_name(self, key: str, what: str, ending: str) -> tuple[str, int] | None:
         pattern = (
             re.escape(self.run)
-            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>[0-9]{{9,}})-(?P=uid)-v"
+            + rf"/(?P<uid>[^/]+)/{what}-(?P<window>[0-9]{{9,18}})-(?P=uid)-v"
             + re.escape(self.version)
             + rf"\.{ending}"
         )

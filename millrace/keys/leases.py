@@ -44,7 +44,7 @@ class LeaseKeys:
 
     def parse(self, key: str) -> tuple[int, str] | None:
         """Return the term and the kind of a key (``json``, ``beat``, ``end``); None for others."""
-        match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,})\.(json|beat|end)", key)
+        match = re.fullmatch(re.escape(self.prefix) + r"([0-9]{6,18})\.(json|beat|end)", key)
         if match is None or match[1] != f"{int(match[1]):06d}":  # with more zeros
             return None
         return int(match[1]), match[2]

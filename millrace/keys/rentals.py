@@ -11,12 +11,13 @@ RENTALS = "_rentals"
 """Folder of the owner's records on rented machines. No rented machine may write there."""
 MACHINES = "_machines"
 """Folder of the reports that rented machines write about themselves."""
-MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,}}/.+")
+MACHINE_KEY = re.compile(rf"{MACHINES}/(?P<rental>{NAME_PATTERN})/[0-9]{{6,18}}/.+")
 """Key of a report of any machine, by which `classify_key` recognises it."""
-_ATTEMPT_KINDS = "intent|contract|raised-[0-9]{6,}|detached|released"
+_ATTEMPTS = "attempts"
+_ATTEMPT_KINDS = "intent|contract|raised-[0-9]{6,18}|detached|released"
 RENTAL_KEY = re.compile(
     rf"(?P<scope>{RENTALS}/{NAME_PATTERN})/"
-    rf"(?:attempts/[0-9]{{6,}}-(?:{_ATTEMPT_KINDS})\.json|owner\.txt)"
+    rf"(?:attempts/[0-9]{{6,18}}-(?:{_ATTEMPT_KINDS})\.json|owner\.txt)"
     rf"|{RENTALS}/installation\.json"
 )
 """Key of a record of any rental, by which `classify_key` recognises it."""
@@ -38,12 +39,13 @@ class RentalKeys:
     name: str
 
     def __post_init__(self) -> None:
-        if check_name(
-            self.name, what="The rental's name"
-        ) != self.name or RESERVED_FOLDERS.intersection(self.name.split("/")):
+        reserved = RESERVED_FOLDERS | {_ATTEMPTS}
+        if check_name(self.name, what="The rental's name") != self.name or reserved.intersection(
+            self.name.split("/")
+        ):
             raise ConfigurationError(
                 f"The rental's name {self.name!r} begins or ends with '/', or has a reserved "
-                f"folder in it ({', '.join(sorted(RESERVED_FOLDERS))}): choose another name."
+                f"folder in it ({', '.join(sorted(reserved))}): choose another name."
             )
 
     @property
@@ -64,7 +66,7 @@ class RentalKeys:
     @property
     def attempts(self) -> str:
         """Prefix of the attempts to rent a machine."""
-        return f"{self.scope}/attempts/"
+        return f"{self.scope}/{_ATTEMPTS}/"
 
     def make_attempt_prefix(self, number: int) -> str:
         """Return the prefix of all records of one attempt."""
@@ -97,7 +99,7 @@ class RentalKeys:
         with the number of a raised price.
         """
         match = re.fullmatch(
-            re.escape(self.attempts) + rf"([0-9]{{6,}})-({_ATTEMPT_KINDS})\.json", key
+            re.escape(self.attempts) + rf"([0-9]{{6,18}})-({_ATTEMPT_KINDS})\.json", key
         )
         return (int(match[1]), match[2]) if match else None
 
@@ -118,8 +120,16 @@ class MachineKeys:
 
     @property
     def files(self) -> str:
-        """Key of the files that the machine needs. Only this object is written by the owner."""
+        """Key of the files that the machine needs, written by the owner."""
         return f"{self.prefix}files.json"
+
+    def make_token_key(self, kind: str) -> str:
+        """Return the key of an access token of Google, encrypted: overwritten by the owner.
+
+        Args:
+            kind: Purpose of the token: ``reports``, ``read``, ``write`` or ``source``.
+        """
+        return f"{self.prefix}token-{kind}.txt"
 
     @property
     def setup(self) -> str:

@@ -1,12 +1,14 @@
 """Rent machines of Vast.ai, use them, and always release them."""
 
-from millrace.rentals.clock import Clock, SystemClock
-from millrace.rentals.ledger import has_open_attempts, list_attempts
-from millrace.rentals.machine_environment import (
-    derive_node_key,
-    make_credential_settings,
+from millrace.rentals.access_variables import (
+    describe_granted,
+    make_access_settings,
+    make_access_variables,
     make_store_settings,
 )
+from millrace.rentals.clock import Clock, SystemClock
+from millrace.rentals.ledger import has_open_attempts, list_attempts
+from millrace.rentals.machine_environment import derive_node_key
 from millrace.rentals.machines import Machine
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.outside_release import release_rental
@@ -53,11 +55,13 @@ __all__ = [
     "VastClient",
     "check_offer_id",
     "derive_node_key",
+    "describe_granted",
     "find_offers",
     "has_open_attempts",
     "list_attempts",
     "list_rentals",
-    "make_credential_settings",
+    "make_access_settings",
+    "make_access_variables",
     "make_store_settings",
     "open_account",
     "reap",

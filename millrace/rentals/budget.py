@@ -75,7 +75,7 @@ class Budget:
             - state.compute_cost(now)
             - sum(self._compute_remaining_traffic_cost(one, now) for one in machines),
         )
-        dollars_per_hour, start = state.dollars_per_hour, now
+        dollars_per_hour, start = sum(one.dollars_per_hour for one in machines), now
         for machine in machines:
             end = max(start, machine.attempt.intent.deadline)
             cost = (end - start) / timedelta(hours=1) * dollars_per_hour
@@ -104,7 +104,11 @@ class Budget:
         cost = state.compute_cost(now)
         if cost + reserved_cost >= self._request.max_total:
             return f"${cost:.2f} of ${self._request.max_total:.2f} are spent"
-        expired = [one for one in state.machines if now >= one.attempt.intent.deadline]
+        expired = [
+            one
+            for one in state.machines
+            if now >= one.attempt.intent.deadline and one.estimated_end is None
+        ]  # a machine that no listing has shown is released as lost, or counts as done
         return f"the deadline of machine {expired[0].name} has passed" if expired else ""
 
     def is_raised(self, machine: Machine, dollars_per_hour: float) -> bool:

@@ -77,6 +77,7 @@ class RentalContext:
         """
         machine.instance = instance
         if instance is not None:
+            machine.estimated_end = None
             machine.attempt = record_price(
                 self.store, self.settings.name, machine.attempt, instance.dollars_per_hour
             )

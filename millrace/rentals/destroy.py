@@ -23,7 +23,8 @@ LEDGER_LISTING_LAG = timedelta(minutes=10)
 The intent was written before the request, by another clock. So this lag is longer than
 `LISTING_LAG`.
 """
-_DESTROY_TIMEOUT = timedelta(minutes=15)
+DESTROY_TIMEOUT = timedelta(minutes=15)
+"""Time in which machines are destroyed again and again."""
 
 
 def record_release(
@@ -46,6 +47,7 @@ def destroy_machines(
     on_destroyed: Callable[[str], None],
     *,
     past_listing_lag: Collection[str] = (),
+    timeout: timedelta = DESTROY_TIMEOUT,
 ) -> None:
     """Destroy machines until a listing shows none of their numbers, nor of their labels.
 
@@ -59,15 +61,16 @@ def destroy_machines(
         past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine with
             one of these labels and without a number is gone once a listing lacks the label. With
             other labels, the function waits for the lag first.
+        timeout: Time after which no other round begins.
 
     Raises:
-        UnavailableError: Some machines may still exist after 15 minutes.
-        MillraceError: An error of ``on_destroyed``, after all machines are gone.
+        UnavailableError: Some machines may still exist after the timeout.
+        Exception: An error of ``on_destroyed``, after all machines are gone.
     """
     clock = vast.clock
     started = clock.monotonic()
     remaining, accepted, last_error = dict(machines), set[str](), ""
-    callback_error: errors.MillraceError | None = None
+    callback_error: Exception | None = None
     while remaining:
         for label, number in remaining.items():
             if number is not None and label not in accepted:
@@ -90,9 +93,9 @@ def destroy_machines(
             del remaining[label]
             try:
                 on_destroyed(label)
-            except errors.MillraceError as error:
+            except Exception as error:  # noqa: BLE001 - raised at the end
                 callback_error = error
-        if remaining and clock.monotonic() - started >= _DESTROY_TIMEOUT.total_seconds():
+        if remaining and clock.monotonic() - started >= timeout.total_seconds():
             raise errors.UnavailableError(
                 f"The release of {', '.join(sorted(remaining))} is not confirmed"
                 f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "

@@ -8,6 +8,7 @@ from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.clock import Clock
 from millrace.rentals.context import RentalContext
+from millrace.rentals.grants import publish_tokens
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import Attempt, ensure_installation
 from millrace.rentals.machine_environment import make_environment, read_onstart_script, upload_files
@@ -216,7 +217,7 @@ class MachineStarter:
             return True
         if created.refusal:
             self.commit_contract(machine, created.instance_id)
-            self._releaser.release(
+            self._releaser.start_releases(
                 [ReleaseDecision(machine, ReleaseReason.OUTBID, created.refusal)]
             )
             return False
@@ -262,6 +263,7 @@ class MachineStarter:
             download_mbps=offer.download_mbps,
             started_at=started_at,
             deadline=deadline,
+            heartbeat_timeout=context.settings.timeouts.heartbeat_timeout,
         )
         if not commit_once(context.store, context.keys.make_intent_key(number), intent).mine:
             self._ownership.raise_superseded()
@@ -277,6 +279,7 @@ class MachineStarter:
         context, settings = self._context, self._context.settings
         variables = make_environment(context.store, settings, attempt, vast_url=context.vast.url)
         upload_files(context.store, settings, attempt)
+        publish_tokens(context.store, settings, [attempt])
         return {**variables, **{f"-p {port}:{port}": "1" for port in settings.program.ports}}
 
     def _create_instance(

@@ -25,6 +25,7 @@ class Machine:
         instance: Description in the last listing; None before the first listing.
         is_ready: Whether the program runs.
         reported_price: Raised price that was last reported, in dollars an hour.
+        estimated_end: End of a machine of an earlier owner, until a listing shows the machine.
     """
 
     attempt: Attempt
@@ -35,6 +36,7 @@ class Machine:
     instance: Instance | None = None
     is_ready: bool = False
     reported_price: float = 0.0
+    estimated_end: datetime | None = None
 
     @property
     def slot(self) -> int:
@@ -62,7 +64,7 @@ class Machine:
         heartbeat = self.reports.heartbeat
         received, sent = (heartbeat.received, heartbeat.sent) if heartbeat else (0, 0)
         return self.attempt.compute_cost(
-            now,
+            min(now, self.estimated_end or now),
             dollars_per_hour=self.dollars_per_hour,
             received_bytes=received,
             sent_bytes=sent,
@@ -71,17 +73,15 @@ class Machine:
 
 
 def compute_unowned_cost(
-    store: Store, attempt: Attempt, instance: Instance | None, now: datetime
+    store: Store, attempt: Attempt, instance: Instance | None, end: datetime
 ) -> float:
     """Compute the dollars that a machine without an owner has cost, with its reported traffic.
-
-    A machine that no listing shows was destroyed by its watchdog, at its deadline at the latest.
 
     Args:
         store: Store of the ledger, and of the machine's reports.
         attempt: Attempt that rented the machine.
         instance: Description in a listing; None if no listing shows the machine.
-        now: Current time.
+        end: Current time; the time of `LifeSigns.estimate_end` if no listing shows the machine.
 
     Raises:
         UnavailableError: The store does not answer.
@@ -91,7 +91,7 @@ def compute_unowned_cost(
         prefix = RentalKeys(intent.rental).make_machine_prefix(attempt.number)
         heartbeat = read_heartbeat(store, MachineKeys(prefix))
     return attempt.compute_cost(
-        now if instance else min(now, attempt.deadline),
+        end,
         dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
         received_bytes=heartbeat.received if heartbeat else 0,
         sent_bytes=heartbeat.sent if heartbeat else 0,

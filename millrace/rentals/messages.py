@@ -13,11 +13,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from millrace import errors
-from millrace.storage import Credentials, StoreSpec
+from millrace.rentals.access_variables import make_access_variables
+from millrace.storage import StoreSpec
 
 LOG_CHUNK_BYTES = 64 << 10
 """Size of a chunk of the program's log, in bytes. No report is larger."""
 CONFIG_VARIABLE = "MILLRACE_CONFIG"
+SLOT_VARIABLE = "MILLRACE_SLOT"
+"""Variable that tells a program the number of its machine."""
 _MAX_TRAFFIC_BYTES = 1 << 50  # largest count of transferred bytes that is accepted
 
 
@@ -141,11 +144,13 @@ def make_program_environment(environ: Mapping[str, str], config: GuestConfig) ->
     """Return the environment of a machine's program.
 
     ``MILLRACE_STORE`` is the store's URL. ``MILLRACE_READ_ACCESS_KEY_ID`` and the other variables
-    with this prefix hold the read credentials. ``MILLRACE_WRITE_…`` hold the write credentials.
+    with this prefix hold the read credentials, as `make_access_variables` names them.
+    ``MILLRACE_WRITE_…`` hold the write credentials.
     ``AWS_*`` repeat the write credentials; without write credentials, the read credentials.
     ``MILLRACE_SOURCE_…`` hold the credentials of another location, and ``MILLRACE_SOURCE_OPTION_0``
     and so on hold its options, in the order of their names.
-    ``MILLRACE_NODE_KEY`` is set if the program listens on a port.
+    ``MILLRACE_NODE_KEY`` is set if the program listens on a port. The owner adds ``MILLRACE_SLOT``,
+    the number of the machine, to the program's own variables.
     """
     inherited = {
         name: value
@@ -162,13 +167,11 @@ def make_program_environment(environ: Mapping[str, str], config: GuestConfig) ->
         ("MILLRACE_READ", config.read_store),
         ("MILLRACE_WRITE", config.write_store),
         ("MILLRACE_SOURCE", config.source),
-        ("AWS", default_spec),
     ):
-        if spec is not None and spec.credentials is not None:
-            variables |= make_credential_variables(prefix, spec.credentials)
-    if config.source is not None:
-        for number, (_, value) in enumerate(sorted(config.source.options.items())):
-            variables[f"MILLRACE_SOURCE_OPTION_{number}"] = value.get_secret_value()
+        if spec is not None:
+            variables |= make_access_variables(spec, prefix)
+    if default_spec is not None and default_spec.credentials is not None:
+        variables |= make_access_variables(default_spec, "AWS")
     if default_spec is not None and default_spec.endpoint:
         variables["AWS_ENDPOINT_URL"] = default_spec.endpoint
     if default_spec is not None and default_spec.region:
@@ -176,13 +179,3 @@ def make_program_environment(environ: Mapping[str, str], config: GuestConfig) ->
     if config.node_key is not None:
         variables["MILLRACE_NODE_KEY"] = config.node_key.get_secret_value()
     return variables
-
-
-def make_credential_variables(prefix: str, credentials: Credentials) -> dict[str, str]:
-    """Return environment variables of credentials, whose names begin with a prefix."""
-    token = credentials.session_token
-    return {
-        f"{prefix}_ACCESS_KEY_ID": credentials.access_key_id,
-        f"{prefix}_SECRET_ACCESS_KEY": credentials.secret_access_key.get_secret_value(),
-        f"{prefix}_SESSION_TOKEN": token.get_secret_value() if token else "",
-    }

@@ -4,9 +4,10 @@ from contextlib import ExitStack
 
 from millrace import errors
 from millrace.keys.rentals import RentalKeys
-from millrace.progress import Progress, ignore_event
+from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.ledger import list_attempts, record_price, refuse_foreign_machines
+from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import compute_unowned_cost
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
@@ -34,7 +35,7 @@ def release_rental(
             renews its lease, or the lease expires.
         include_detached: Whether detached machines are released, too; else they stay.
         vast: Client of the account; by default that of the settings.
-        progress: Receives `MachineReleased` for each machine.
+        progress: Receives `MachineReleased` for each machine. Its errors are logged.
 
     Raises:
         ConfigurationError: Another account pays for some machines. The machines of this account
@@ -44,6 +45,7 @@ def release_rental(
         UnavailableError: Some machines may still exist.
     """
     store, vast = open_store(settings.store), vast or open_account(settings.account)
+    progress = shield_progress(progress)
     with ExitStack() as stack:
         acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
         attempts = list_attempts(store, rental)
@@ -63,13 +65,16 @@ def release_rental(
         # The reaper releases the rest if this process is killed.
         delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
         instances = vast.list_instances() if own_unreleased else []
+        signs = LifeSigns(store, keys)
         for label, one in by_label.items():
             if instance := one.find_instance(instances):
                 by_label[label] = record_price(store, rental, one, instance.dollars_per_hour)
 
         def handle_destroyed(label: str) -> None:
             now, one = vast.clock.now(), by_label[label]
-            cost = compute_unowned_cost(store, one, one.find_instance(instances), now)
+            instance = one.find_instance(instances)
+            end = now if instance else signs.estimate_end(one, now)
+            cost = compute_unowned_cost(store, one, instance, end)
             record_release(
                 store,
                 rental,

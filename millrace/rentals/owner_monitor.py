@@ -1,9 +1,9 @@
-"""Release a rental after its owner's process was killed.
+"""Release a rental that its owner did not release, such as after the owner's process was killed.
 
 A Prefect worker that is stopped kills the processes of its runs with SIGKILL, without their hooks.
-So an owner starts this file as a process with its own session. An owner that ends normally stops
-this process, the monitor. If the owner ends without stopping the monitor, the monitor waits half a
-minute for a next owner. If there is none, the monitor releases the rental.
+So an owner starts this file as a process with its own session, the monitor. An owner that leaves no
+machine behind stops the monitor. Otherwise the monitor waits half a minute for a next owner, and
+then releases the rental: if the owner's process ends, and if the owner gives up a release.
 
 The file runs by its path, not as a module of the package, and imports the reaper only when needed.
 So a waiting monitor takes no more memory than a bare interpreter.
@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from millrace.processes import read_start_time
 
@@ -30,6 +31,8 @@ GRACE_PERIOD = 30.0  # seconds in which a next owner may take over the machines 
 _POLL_INTERVAL = 1.0  # seconds between two checks of the owner
 _MAX_RELEASE_TRIES = 30
 _RETRY_INTERVAL = 60.0  # seconds between two tries
+_HELD_TIMEOUT = 300.0  # seconds in which the next owner may end without a release
+_HELD_POLL_INTERVAL = 5.0  # seconds between two reads of the next owner's lease
 
 
 class OwnerMonitor:
@@ -41,6 +44,8 @@ class OwnerMonitor:
         grace_period: Seconds in which a next owner may take over the machines.
     """
 
+    _releasing: ClassVar[list[subprocess.Popen[bytes]]] = []  # monitors that outlive their context
+
     def __init__(
         self, settings: LedgerSettings, rental: str, *, grace_period: float = GRACE_PERIOD
     ) -> None:
@@ -50,6 +55,7 @@ class OwnerMonitor:
             "rental": rental,
             "ledger": settings.reveal_secrets(),
         }
+        self._settings, self._rental = settings, rental
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> OwnerMonitor:
@@ -64,47 +70,96 @@ class OwnerMonitor:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(
-                json.dumps(self._config).encode()
-            )  # not as an argument, which other processes can read
+        with contextlib.suppress(BrokenPipeError):
+            # Not as an argument, which other processes can read. The pipe stays open.
+            self._process.stdin.write(json.dumps(self._config).encode() + b"\n")
+            self._process.stdin.flush()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            return  # interrupted, perhaps during a release, which the monitor continues
-        if self._process is not None:
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        if self._is_released():
             self._process.kill()
             self._process.wait()
+        else:
+            self._releasing.append(self._process)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # a monitor that lives begins to release the rental
+
+    def _is_released(self) -> bool:
+        """Tell whether all machines of the rental are known to be released or detached."""
+        from millrace import errors  # noqa: PLC0415
+        from millrace.rentals.ledger import list_attempts  # noqa: PLC0415
+        from millrace.storage import open_store  # noqa: PLC0415
+
+        try:
+            attempts = list_attempts(open_store(self._settings.store), self._rental)
+        except errors.MillraceError:
+            return False
+        return all(one.is_detached or one.release_record is not None for one in attempts)
 
 
-def watch_owner(config: dict[str, Any]) -> None:
-    """Wait for the end of an owner, and release the rental unless another owner has it."""
+def watch_owner(config: dict[str, Any], pipe: IO[bytes]) -> None:
+    """Wait until an owner ends or gives up, and release the rental unless another owner has it.
+
+    Args:
+        config: Configuration from `OwnerMonitor`.
+        pipe: Pipe from the owner, which the owner closes when it gives up.
+    """
     pid, start_time = config["owner"]
     while read_start_time(pid) == start_time:
-        time.sleep(_POLL_INTERVAL)
+        if select.select([pipe], [], [], _POLL_INTERVAL)[0]:
+            break
     time.sleep(config["grace_period"])
     _release_rental(config)
 
 
 def _release_rental(config: dict[str, Any]) -> None:
     from millrace import errors  # noqa: PLC0415
+    from millrace.rentals.ledger import list_attempts  # noqa: PLC0415
     from millrace.rentals.outside_release import release_rental  # noqa: PLC0415
     from millrace.rentals.settings import LedgerSettings  # noqa: PLC0415
+    from millrace.storage import open_store  # noqa: PLC0415
 
-    settings = LedgerSettings.model_validate(config["ledger"])
+    settings, rental = LedgerSettings.model_validate(config["ledger"]), config["rental"]
+    held_until = time.monotonic() + _HELD_TIMEOUT
     for _ in range(_MAX_RELEASE_TRIES):
         try:
-            release_rental(settings, config["rental"], include_detached=False)
-        except (errors.HeldError, errors.NotFoundError):
-            return  # another owner has the rental, or the rental never had a machine
+            if list_attempts(open_store(settings.store), rental):
+                release_rental(settings, rental, include_detached=False)
+        except errors.HeldError:
+            if not _await_free_lease(settings, rental, held_until):
+                return  # another owner has the rental
+            time.sleep(config["grace_period"])
+        except errors.ConfigurationError:
+            return  # the settings rent nothing, or another account pays for the other machines
         except Exception:  # noqa: BLE001 - machines are billed until a try succeeds
             time.sleep(_RETRY_INTERVAL)  # after the last try, the reaper and watchdogs remain
-            continue
-        return
+        else:
+            return
+
+
+def _await_free_lease(settings: LedgerSettings, rental: str, until: float) -> bool:
+    """Wait until a rental has no owner; return False if it still has one at a time."""
+    from millrace import errors  # noqa: PLC0415
+    from millrace.keys.rentals import RentalKeys  # noqa: PLC0415
+    from millrace.lease import Holder, StoreClock, find_holder  # noqa: PLC0415
+    from millrace.storage import open_store  # noqa: PLC0415
+
+    store, keys = open_store(settings.store), RentalKeys(rental)
+    while time.monotonic() < until:
+        with contextlib.suppress(errors.MillraceError):
+            clock = StoreClock.read(store, keys.scope, Holder.describe_this_process())
+            if find_holder(store, keys.lease, clock) is None:
+                return True
+        time.sleep(_HELD_POLL_INTERVAL)
+    return False
 
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watch_owner(json.loads(sys.stdin.read()))
+    with open(0, "rb", buffering=0) as stdin:  # unbuffered, so that `select` sees the pipe's end
+        watch_owner(json.loads(stdin.readline()), stdin)

@@ -1,15 +1,18 @@
 """Release machines of this installation that have no living owner, or have passed their deadline.
 
 Only machines with this installation's label are touched. If the list of machines cannot be read
-completely, the reaper fails and releases nothing.
+completely, the reaper fails and releases nothing. While the reaper releases the machines of a
+rental without an owner, it owns the rental, so that no next owner takes them over.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from millrace import errors
 from millrace.keys.rentals import RENTALS, MachineKeys, RentalKeys
-from millrace.lease import Census, HeldLease, Holder, StoreClock
-from millrace.progress import Progress, ignore_event
+from millrace.lease import Census, Holder, StoreClock
+from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.clock import SystemClock
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.labels import Label, is_ours
@@ -20,7 +23,9 @@ from millrace.rentals.ledger import (
     iterate_open_attempts,
     record_price,
 )
+from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import compute_unowned_cost
+from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
@@ -102,7 +107,7 @@ def reap(
         settings: Store of the ledger, and the account.
         dry_run: Whether machines are only listed, and not released.
         vast: Client of the account; by default that of the settings.
-        progress: Receives `MachineReleased` for each machine.
+        progress: Receives `MachineReleased` for each machine. Its errors are logged.
 
     Raises:
         UnavailableError: The machines cannot be listed, or may still exist.
@@ -110,16 +115,25 @@ def reap(
     store, vast = open_store(settings.store), vast or open_account(settings.account)
     instances, owners = vast.list_instances(), _OwnerLookup(store)
     attempts = list(iterate_open_attempts(store))
-    machines = _list_machines(store, vast, owners, instances, attempts)
-    to_release = [one for one in machines if one.release_reason]
-    if not dry_run:
-        _record_prices(store, machines)
-        _release_machines(store, vast, to_release, progress)
     own_account = vast.identify_account()
     own_attempts = [(rental, one) for rental, one in attempts if one.intent.account == own_account]
-    closed = 0 if dry_run else _close_lost_attempts(store, vast, owners, instances, own_attempts)
+    machines = _list_machines(store, vast, owners, instances, attempts)
+    closed = 0
+    if not dry_run:
+        lost = _find_lost_attempts(vast, owners, instances, own_attempts)
+        unowned = {one.rental for one in machines if one.release_reason and not one.owner}
+        with ExitStack() as stack:
+            for rental in sorted({*unowned, *(rental for rental, _ in lost)} - {""}):
+                owners.take_over(rental, stack)
+            # An owner may have come since, or have detached the machines.
+            machines = _list_machines(store, vast, owners, instances, attempts)
+            _record_prices(store, machines)
+            _release_machines(store, vast, machines, shield_progress(progress))
+            lost = _find_lost_attempts(vast, owners, instances, lost)
+            closed = _close_lost_attempts(store, vast, owners, lost)
+    released = tuple(one for one in machines if one.release_reason)
     kept = tuple(one for one in machines if not one.release_reason)
-    return ReapResult(tuple(to_release), kept, closed, len(attempts) - len(own_attempts))
+    return ReapResult(released, kept, closed, len(attempts) - len(own_attempts))
 
 
 def _record_prices(store: Store, machines: list[MachineStatus]) -> None:
@@ -132,7 +146,9 @@ def _record_prices(store: Store, machines: list[MachineStatus]) -> None:
 def _release_machines(
     store: Store, vast: VastClient, machines: list[MachineStatus], progress: Progress
 ) -> None:
-    by_label = {f"{one.instance.id} {one.instance.label}": one for one in machines}
+    by_label = {
+        f"{one.instance.id} {one.instance.label}": one for one in machines if one.release_reason
+    }
 
     def handle_destroyed(label: str) -> None:
         one = by_label[label]
@@ -165,21 +181,30 @@ def _release_machines(
 
 
 class _OwnerLookup:
-    """Lookup of the owners of rentals. Each lease is read once."""
+    """Lookup of the owners of rentals, apart from this process. Each lease is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.describe_this_process())
-        self._leases: dict[str, HeldLease | None] = {}
+        self._owners: dict[str, str] = {}
 
     def find_owner(self, rental: str) -> str:
         """Return the owner of a rental; empty if there is none."""
-        if rental not in self._leases:
+        if rental not in self._owners:
             scope = RentalKeys(rental).scope
             holders = Census(self._store, scope, "", self.clock).find_holders()
-            self._leases[rental] = next(iter(holders.values()), None)
-        lease = self._leases[rental]
-        return f"{lease.holder.host} (process {lease.holder.pid})" if lease else ""
+            lease = next(iter(holders.values()), None)
+            self._owners[rental] = (
+                f"{lease.holder.host} (process {lease.holder.pid})" if lease else ""
+            )
+        return self._owners[rental]
+
+    def take_over(self, rental: str, stack: ExitStack) -> None:
+        """Acquire a rental without an owner until a stack closes, unless another process has it."""
+        try:
+            acquire_ownership(self._store, RentalKeys(rental), stack)
+        except errors.HeldError:
+            self._owners[rental] = "another process"
 
 
 def _list_machines(
@@ -248,29 +273,38 @@ def _has_program_ended(store: Store, label: Label) -> bool:
     return exists(store, MachineKeys(keys.make_machine_prefix(label.attempt)).program_exit)
 
 
-def _close_lost_attempts(
-    store: Store,
+def _find_lost_attempts(
     vast: VastClient,
     owners: _OwnerLookup,
     instances: list[Instance],
     attempts: list[tuple[str, Attempt]],
-) -> int:
-    """Record the release of open attempts whose machine is not listed; return their number."""
+) -> list[tuple[str, Attempt]]:
+    """Return the open attempts without an owner whose machine is not listed."""
     now = vast.clock.now()
-    closed = 0
+    return [
+        (rental, one)
+        for rental, one in attempts
+        if now - one.intent.started_at > LEDGER_LISTING_LAG
+        and one.find_instance(instances) is None
+        and not owners.find_owner(rental)
+    ]
+
+
+def _close_lost_attempts(
+    store: Store, vast: VastClient, owners: _OwnerLookup, attempts: list[tuple[str, Attempt]]
+) -> int:
+    """Record the release of lost attempts; return their number."""
+    now = vast.clock.now()
     for rental, attempt in attempts:
-        if now - attempt.intent.started_at <= LEDGER_LISTING_LAG:
-            continue
-        if attempt.find_instance(instances) is None and not owners.find_owner(rental):
-            message = "the owner was lost, and the provider does not list the machine"
-            record_release(
-                store,
-                rental,
-                attempt,
-                ReleaseReason.REAPED,
-                message,
-                compute_unowned_cost(store, attempt, None, now),
-                now,
-            )
-            closed += 1
-    return closed
+        signs = LifeSigns(store, RentalKeys(rental), owners.clock)
+        end = signs.estimate_end(attempt, now)
+        record_release(
+            store,
+            rental,
+            attempt,
+            ReleaseReason.REAPED,
+            "the owner was lost, and the provider does not list the machine",
+            compute_unowned_cost(store, attempt, None, end),
+            now,
+        )
+    return len(attempts)

@@ -1,15 +1,22 @@
 """Release of a rental's machines, with their records and their costs."""
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 
 from millrace import errors
 from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
-from millrace.rentals.destroy import LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.destroy import DESTROY_TIMEOUT, LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import ReleaseReason
+
+_LOGGED_TRY = 3  # number of the try to release a machine whose error is logged
+
+_log = logging.getLogger(__name__)
 
 
 class MachineReleaser:
@@ -22,11 +29,29 @@ class MachineReleaser:
 
     def __init__(self, context: RentalContext, state: RentalState) -> None:
         self._context, self._state = context, state
+        self._failed_tries = Counter[int]()
+
+    def start_releases(self, decisions: Iterable[ReleaseDecision]) -> None:
+        """Free the slots of machines, and try once to release them.
+
+        A machine that may still exist counts, and each call tries again to release it. An error is
+        logged after some tries: a listing may show a machine for some seconds.
+        """
+        for one in decisions:
+            self._state.start_release(one)
+        try:
+            self._destroy(self._state.releasing.values(), timeout=timedelta(0))
+        except errors.MillraceError as error:
+            self._failed_tries.update(self._state.releasing.keys())
+            if any(self._failed_tries[one] == _LOGGED_TRY for one in self._state.releasing):
+                _log.warning("%s The rental goes on meanwhile.", errors.format_error(error))
 
     def release(
         self, decisions: Iterable[ReleaseDecision], *, ignore_listing_lag: bool = False
     ) -> None:
         """Destroy machines, wait until a listing shows none, and record their release.
+
+        The machines whose release has started are included.
 
         Args:
             decisions: Decisions about the machines.
@@ -36,6 +61,17 @@ class MachineReleaser:
         Raises:
             UnavailableError: Some machines may still exist. The reaper releases them.
         """
+        self._destroy(
+            [*self._state.releasing.values(), *decisions], ignore_listing_lag=ignore_listing_lag
+        )
+
+    def _destroy(
+        self,
+        decisions: Iterable[ReleaseDecision],
+        *,
+        ignore_listing_lag: bool = False,
+        timeout: timedelta = DESTROY_TIMEOUT,
+    ) -> None:
         by_label = {one.machine.attempt.intent.label: one for one in decisions}
         now = self._context.clock.monotonic()
 
@@ -54,6 +90,7 @@ class MachineReleaser:
                 for label, one in by_label.items()
                 if ignore_listing_lag or now - one.machine.rented_at > LISTING_LAG
             ],
+            timeout=timeout,
         )
 
     def record(self, decision: ReleaseDecision, *, cost: float) -> None:

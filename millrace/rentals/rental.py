@@ -15,12 +15,14 @@ from datetime import timedelta
 from types import TracebackType
 
 from millrace import errors
-from millrace.progress import Progress, ignore_event
+from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
+from millrace.rentals.grants import GoogleTokenRenewer, needs_tokens
 from millrace.rentals.inspection import MachineInspector
 from millrace.rentals.late_machines import LateMachineClaimer
+from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machine_starter import MachineStarter
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.ownership import Ownership, StepTimer
@@ -60,7 +62,8 @@ class Rental:
         repeat: Whether programs that ended under an earlier owner run again, on other machines.
         vast: Client of the account; by default that of the settings.
         progress: Receives `OfferTaken`, `MachineRented`, `MachineReady`, `MachineReleased`,
-            `MachineMissing`, `PriceRaised`, `OutputPrinted` and `RentalCostUpdated`.
+            `MachineMissing`, `PriceRaised`, `OutputPrinted` and `RentalCostUpdated`. Its errors
+            are logged.
     """
 
     def __init__(
@@ -73,13 +76,18 @@ class Rental:
         vast: VastClient | None = None,
         progress: Progress = ignore_event,
     ) -> None:
+        if detached and needs_tokens(settings):
+            raise errors.ConfigurationError(
+                f"The machines of {settings.name} use gs://, whose tokens their owner renews every "
+                "hour, so they cannot be detached: keep this process running, or use R2 or S3."
+            )
         self.settings = settings
         self._wait, self._repeat = wait, repeat
         self._context = RentalContext(
             settings,
             open_store(settings.store),
             vast or open_account(settings.account),
-            progress,
+            shield_progress(progress),
             is_detached=detached,
         )
         self._state = RentalState(settings.machines)
@@ -107,7 +115,13 @@ class Rental:
         )
         self._inspector = MachineInspector(self._context, self._budget, self._policy)
         self._late_machines = LateMachineClaimer(self._context, self._state, self._starter)
+        self._token_renewer = GoogleTokenRenewer(
+            self._context.store,
+            settings,
+            lambda: [machine.attempt for machine in list(self._state.active.values())],
+        )
         self._stack = contextlib.ExitStack()
+        self._is_listed = True  # by the last poll
 
     def __enter__(self) -> "Rental":
         """Acquire the rental, and take over its machines.
@@ -120,13 +134,21 @@ class Rental:
             self._ownership.acquire(stack, wait=self._wait)
             self._starter.prepare()
             attempts = list_own_attempts(self._context)
+            signs = LifeSigns(self._context.store, self._context.keys)
+            instances: list[Instance] | None = []
             try:
                 self._ownership.start_heartbeat(stack)
                 with self._timer.expect_steps():
-                    self._releaser.release(take_over_machines(self._context, self._state, attempts))
+                    if any(one.release_record is None for one in attempts):
+                        instances = self._list_instances()
+                    decisions = take_over_machines(
+                        self._context, self._state, attempts, instances or [], signs
+                    )
+                    self._releaser.start_releases(decisions)
                 delete_detach_records(self._context, attempts)
                 if self._repeat:
                     self._state.done.clear()
+                stack.enter_context(self._token_renewer)
             except BaseException:
                 if any(one.is_detached for one in attempts):  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):
@@ -245,8 +267,11 @@ class Rental:
     def _fill_slots(self, stop: threading.Event) -> None:
         """Rent the missing machines, until an event is set, or the API does not answer.
 
-        Without an answer, the machines are checked before the other slots are tried.
+        Without an answer, the machines are checked before the other slots are tried. None is rented
+        beside machines that are released as long as no listing can show whether they exist.
         """
+        if self._state.releasing and not self._is_listed:
+            return
         for slot in self._state.find_missing_slots():
             if stop.is_set() or not self._fill_slot(slot):
                 return
@@ -287,7 +312,10 @@ class Rental:
         instances = self._list_instances()
         decisions = self._late_machines.claim_listed(instances or [], fill_slots=True)
         decisions += self._inspect_machines(instances)
-        self._releaser.release(decisions)
+        self._releaser.start_releases(decisions)
+        self._is_listed = instances is not None
+        if not self._is_listed and not self.machines:
+            self._releaser.release([])  # no machine to go on with
         self._context.progress(
             RentalCostUpdated(rental=self.settings.name, dollars=round(self.cost, 6))
         )

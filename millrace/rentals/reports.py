@@ -1,6 +1,8 @@
 """Reports of rented machines. Only objects that changed since the last refresh are read."""
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -10,14 +12,15 @@ from pydantic import BaseModel, ValidationError
 from millrace import errors
 from millrace.keys.rentals import MachineKeys
 from millrace.rentals.messages import LOG_CHUNK_BYTES, MachineHeartbeat, ProgramExit, SetupReport
-from millrace.storage import Stat, Store, list_objects, read, read_range
+from millrace.storage import Stat, Store, head, list_objects, read, read_range
 
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_REPORT_BYTES = 2 * LOG_CHUNK_BYTES
 _TAIL_LINES = 50  # last lines of the log that are kept
 _MAX_CHUNKS_PER_REFRESH = 20  # chunks of the log that one refresh reads
-_MAX_OBJECTS = 20_000  # objects in a machine's folder that are listed
+_MAX_LAST_CHUNKS = 2  # newest chunks that are read when the program has ended
+_MAX_OBJECTS = 20_000  # objects of a machine that one refresh lists
 _MAX_LINES_PER_CHUNK = 2000
 _MAX_LINES = 200_000  # lines of the log that are reported for each machine
 _MAX_LINE_LENGTH = 500
@@ -49,34 +52,66 @@ class MachineReports:
     tail: list[str] = field(default_factory=list[str])
     _seen_stats: dict[str, Stat] = field(default_factory=dict[str, Stat])
     _line_count: int = 0
+    _last_log: str = ""
 
     def refresh(self) -> bool:
         """Read the changed reports; return whether any report has changed.
 
-        Costs one listing, and one read for each changed object.
+        Costs one listing, which begins after the last chunk of the log that was read, two requests
+        for the messages whose keys are before it, and one read for each changed object.
 
         Raises:
             UnavailableError: The store does not answer.
         """
         self.new_lines = []
-        found = islice(list_objects(self.store, self.keys.prefix), _MAX_OBJECTS)
-        stats = {stat.key: stat for stat in found}
+        stats = self._list_unread()
         changed = {key for key, stat in stats.items() if self._seen_stats.get(key) != stat}
-        logs = sorted(key for key in changed if key.startswith(self.keys.logs))
-        for key in logs[:_MAX_CHUNKS_PER_REFRESH]:
-            self._add_lines(stats[key])
-        for name, key, kind in (
+        logs = sorted(key for key in stats if key.startswith(self.keys.logs))
+        has_ended = self.keys.program_exit in stats
+        last_log = self._read_logs([stats[key] for key in logs], has_ended=has_ended)
+        messages = (
             ("setup", self.keys.setup, SetupReport),
             ("heartbeat", self.keys.heartbeat, MachineHeartbeat),
             ("program_exit", self.keys.program_exit, ProgramExit),
-        ):
+        )
+        for name, key, kind in messages:
             if key in changed and (message := self._read_message(stats[key], kind)) is not None:
                 setattr(self, name, message)
-        postponed = set(logs[_MAX_CHUNKS_PER_REFRESH:])
-        self._seen_stats = {key: stat for key, stat in stats.items() if key not in postponed}
-        return bool(
-            changed & {self.keys.setup, self.keys.heartbeat, self.keys.program_exit} or logs
-        )
+        self._last_log = last_log
+        self._seen_stats |= {key: stats[key] for _, key, _ in messages if key in stats}
+        return bool(changed.intersection(key for _, key, _ in messages) or logs)
+
+    def _list_unread(self) -> dict[str, Stat]:
+        """List the messages, and the chunks of the log after the last one that was read.
+
+        The messages come first: a machine reports the end of its program after its log.
+        """
+        stats: dict[str, Stat] = {}
+        for key in (self.keys.heartbeat, self.keys.program_exit) if self._last_log else ():
+            with suppress(errors.NotFoundError):
+                stats[key] = head(self.store, key)
+        listed = list_objects(self.store, self.keys.prefix, after=self._last_log)
+        return stats | {stat.key: stat for stat in islice(listed, _MAX_OBJECTS)}
+
+    def _read_logs(self, unread: Sequence[Stat], *, has_ended: bool) -> str:
+        """Read chunks of the log; return the key of the last one that was read so far.
+
+        Args:
+            unread: Chunks that no refresh has read, in their order.
+            has_ended: Whether the program has ended. No refresh follows then, so the newest chunks
+                are read, too.
+        """
+        first, others = unread[:_MAX_CHUNKS_PER_REFRESH], unread[_MAX_CHUNKS_PER_REFRESH:]
+        newest = others[-_MAX_LAST_CHUNKS:] if has_ended else others[:0]
+        for stat in first:
+            self._add_lines(stat)
+        if has_ended and len(others) > len(newest):
+            count, url = len(others) - len(newest), self.store.make_url(self.keys.logs)
+            self.new_lines.append(f"({count:,} files of the log are only in {url})")
+        for stat in newest:
+            self._add_lines(stat)
+        chosen = [*first, *newest]
+        return chosen[-1].key if chosen else self._last_log
 
     def _add_lines(self, stat: Stat) -> None:
         text = self._read_text(stat)

@@ -133,7 +133,8 @@ class Program(CodeRepository):
     )
     environment: dict[str, str] = Field(
         default_factory=dict[str, str],
-        description="Environment variables of the program. Do not put secrets here.",
+        description="Environment variables of the program. Do not put secrets here. "
+        "`MILLRACE_SLOT` is the number of the machine.",
     )
     ports: tuple[int, ...] = Field(
         default=(),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from millrace.rentals.machines import Machine
+from millrace.rentals.machines import Machine, ReleaseDecision
 
 
 @dataclass(slots=True)
@@ -16,6 +16,7 @@ class RentalState:
         done: Machines whose program ended with exit code 0, by slot.
         unclaimed: Machines without a slot whose create requests got no answer, by attempt. A
             later listing may show them.
+        releasing: Decisions to release machines that may still exist, by attempt.
         released: Machines with a release record, by attempt.
         costs: Dollars of released machines, by attempt; 0 for the attempts of other machines.
         excluded_host_ids: Numbers of hosts that are not rented again.
@@ -25,6 +26,7 @@ class RentalState:
     active: dict[int, Machine] = field(default_factory=dict[int, Machine])
     done: dict[int, Machine] = field(default_factory=dict[int, Machine])
     unclaimed: dict[int, Machine] = field(default_factory=dict[int, Machine])
+    releasing: dict[int, ReleaseDecision] = field(default_factory=dict[int, ReleaseDecision])
     released: dict[int, Machine] = field(default_factory=dict[int, Machine])
     costs: dict[int, float] = field(default_factory=dict[int, float])
     excluded_host_ids: set[int] = field(default_factory=set[int])
@@ -35,9 +37,14 @@ class RentalState:
         return tuple(self.active[slot] for slot in sorted(self.active))
 
     @property
+    def _billed(self) -> tuple[Machine, ...]:
+        """Machines that are not known to be gone."""
+        return (*self.active.values(), *(one.machine for one in self.releasing.values()))
+
+    @property
     def dollars_per_hour(self) -> float:
-        """Current price of all rented machines together."""
-        return sum(one.dollars_per_hour for one in self.active.values())
+        """Current price of all machines together that are not known to be gone."""
+        return sum(one.dollars_per_hour for one in self._billed)
 
     @property
     def next_attempt(self) -> int:
@@ -47,13 +54,11 @@ class RentalState:
     @property
     def unavailable_host_ids(self) -> set[int]:
         """Numbers of the hosts that are excluded, or have a machine of this rental."""
-        return self.excluded_host_ids | {
-            one.attempt.intent.machine_id for one in self.active.values()
-        }
+        return self.excluded_host_ids | {one.attempt.intent.machine_id for one in self._billed}
 
     def compute_cost(self, now: datetime) -> float:
         """Compute the dollars that all machines have cost, including released machines."""
-        return sum(self.costs.values()) + sum(one.compute_cost(now) for one in self.active.values())
+        return sum(self.costs.values()) + sum(one.compute_cost(now) for one in self._billed)
 
     def find_missing_slots(self) -> list[int]:
         """Return the slots that need a machine: they have none, and their program has not ended."""
@@ -68,6 +73,13 @@ class RentalState:
         del self.active[machine.slot]
         self.unclaimed[machine.attempt.number] = machine
 
+    def start_release(self, decision: ReleaseDecision) -> None:
+        """Free the slot of a machine that is to be released, and may exist for some time."""
+        machine = decision.machine
+        self.releasing[machine.attempt.number] = decision
+        self.costs[machine.attempt.number] = 0.0
+        self._remove_active(machine)
+
     def add_release(self, machine: Machine, cost: float) -> None:
         """Remember that a machine was released, and free its slot.
 
@@ -78,6 +90,10 @@ class RentalState:
         number = machine.attempt.number
         self.costs[number] = cost
         self.unclaimed.pop(number, None)
+        self.releasing.pop(number, None)
         self.released[number] = machine
+        self._remove_active(machine)
+
+    def _remove_active(self, machine: Machine) -> None:
         if self.active.get(machine.slot) is machine:
             del self.active[machine.slot]

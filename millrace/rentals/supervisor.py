@@ -9,7 +9,7 @@ from time import monotonic
 from typing import ClassVar, Self
 
 from millrace.errors import HeldError, MachineError, MillraceError, format_error
-from millrace.progress import Event, Progress, ignore_event
+from millrace.progress import Event, Progress, ignore_event, shield_progress
 from millrace.rentals.owner_monitor import OwnerMonitor
 from millrace.rentals.progress_events import (
     MachineReleased,
@@ -185,10 +185,11 @@ class RentalSupervisor:
     def _run(self) -> None:
         try:
             with (
-                self._progress as self._report,
+                self._progress as progress,
                 OwnerMonitor(self.settings.ledger, self.name),
                 ExitStack() as stack,
             ):
+                self._report = shield_progress(progress)
                 self._rental = rental = self._acquire_rental(stack)
                 rental.wait_until_ready(self._stop_requested)
                 self._ready.set()

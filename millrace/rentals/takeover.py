@@ -1,13 +1,15 @@
 """Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
+from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.state import RentalState
+from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import delete
 
@@ -38,7 +40,11 @@ def list_own_attempts(context: RentalContext) -> list[Attempt]:
 
 
 def take_over_machines(
-    context: RentalContext, state: RentalState, attempts: Iterable[Attempt]
+    context: RentalContext,
+    state: RentalState,
+    attempts: Sequence[Attempt],
+    instances: Sequence[Instance],
+    signs: LifeSigns,
 ) -> list[ReleaseDecision]:
     """Fill the state of a rental with the machines of its attempts.
 
@@ -48,6 +54,8 @@ def take_over_machines(
         context: Settings and connections of the rental.
         state: Empty state, which is filled.
         attempts: All attempts of the rental.
+        instances: Listing of the account; empty if the listing could not be read.
+        signs: Last signs of life from the time of the owners before.
 
     Returns:
         Decisions to release the machines without a slot: another machine has it, or the rental has
@@ -60,6 +68,10 @@ def take_over_machines(
             _add_released(state, machine, context.settings.request.max_hourly)
             continue
         state.costs[attempt.number] = 0.0
+        instance = attempt.find_instance(instances)
+        if instance is None:
+            machine.estimated_end = signs.estimate_end(attempt, context.now())
+        context.update_instance(machine, instance)
         if machine.is_unconfirmed:  # the owner was killed before the answer arrived
             age = (context.now() - attempt.intent.started_at).total_seconds()
             machine.rented_at -= max(0.0, age)
@@ -74,7 +86,7 @@ def take_over_machines(
     return decisions
 
 
-def delete_detach_records(context: RentalContext, attempts: Iterable[Attempt]) -> None:
+def delete_detach_records(context: RentalContext, attempts: Sequence[Attempt]) -> None:
     """Delete the records of detached machines, which have an owner again."""
     keys = [context.keys.make_detached_key(one.number) for one in attempts if one.is_detached]
     if keys:

@@ -590,6 +590,7 @@ class PartitionEnd(Record):
         samples: Number of samples in all shards.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
+        dropped: Number of rows of a partition without commits, all of which its transforms dropped.
         plan_digest: Digest of the plan.
     """
 
@@ -601,6 +602,7 @@ class PartitionEnd(Record):
     samples: int
     size: int
     quarantined: int
+    dropped: int = 0
     plan_digest: OwnDigest
 
 

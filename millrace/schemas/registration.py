@@ -11,6 +11,9 @@ from millrace.records import Record, RecordPart
 KEY_PATTERN = "^[0-9a-f]{64}$"
 """Pattern of an Ed25519 public key: 32 bytes in hexadecimal digits."""
 
+LARGEST_NUMBER = 10**9 - 1
+"""Largest number of a registration."""
+
 
 class Registration(Record):
     """Record by which a worker joins a run, or leaves it. The one with the highest number counts.
@@ -31,7 +34,7 @@ class Registration(Record):
     run: str
     version: str
     uid: str
-    number: int = Field(ge=1, lt=10**9)
+    number: int = Field(ge=1, le=LARGEST_NUMBER)
     leaves_after: int | None = Field(default=None, ge=0)
     key: str = Field(pattern=KEY_PATTERN)
     signature: str = Field(default="", pattern="^([0-9a-f]{128})?$")

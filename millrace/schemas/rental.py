@@ -1,12 +1,13 @@
 """Records of rented machines: the intent to rent, the contract, its prices, and the release."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import ClassVar
 
 from pydantic import Field
 
 from millrace.records import Record
+from millrace.settings import Duration
 
 
 class Installation(Record):
@@ -38,6 +39,8 @@ class Intent(Record):
         download_mbps: Offered download speed in Mbit/s; 0 if it is unknown.
         started_at: Time of the intent, by the owner's clock.
         deadline: Time by which the machine has to be released.
+        heartbeat_timeout: Time without a heartbeat of its owner after which the machine destroys
+            itself.
     """
 
     record_kind: ClassVar[str] = "rental-intent"
@@ -55,6 +58,7 @@ class Intent(Record):
     download_mbps: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     started_at: datetime
     deadline: datetime
+    heartbeat_timeout: Duration = timedelta(minutes=5)
 
 
 class Contract(Record):

@@ -4,7 +4,8 @@
 ``async for stat in asynchronous.list_objects(store, "prefix/")``. The arguments, results, errors,
 retries and checks are those of the verb, since a twin calls its verb in a thread. Up to 64 verbs of
 a process run at a time, and others wait. If a task is cancelled, the request under way ends in its
-thread.
+thread, and may still succeed. It is not tried again, unless obstore retries it: a part of
+`open_writer`, or a page of a listing.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from millrace import storage
 from millrace.errors import ConfigurationError
+from millrace.storage.retry import limit_retries
 from millrace.storage.write import Writer
 from millrace.threads import DaemonThreadPool
 
@@ -37,7 +39,17 @@ os.register_at_fork(after_in_child=_get_pool.cache_clear)  # a child has none of
 
 
 async def _run(call: Callable[[], T]) -> T:
-    return await asyncio.wrap_future(_get_pool().submit(call))
+    stopped = threading.Event()
+
+    def run_in_thread() -> T:
+        with limit_retries(stopped):
+            return call()
+
+    try:
+        return await asyncio.wrap_future(_get_pool().submit(run_in_thread))
+    except asyncio.CancelledError:
+        stopped.set()
+        raise
 
 
 def _make_twin(verb: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:

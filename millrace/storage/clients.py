@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_ANSWER_SIZE = 32 << 20
 """Largest size of an unstreamed answer in bytes. A page of 1,000 keys has at most 4 MB."""
 
+_MAX_CONNECTIONS = 64  # that a client keeps open: a copy uses one in each of about 36 threads
 _MAX_RECEIVED = 1 << 20  # bytes of a timed body that are received at once
 
 
@@ -63,6 +64,7 @@ def make_boto3_client(
         connect_timeout=CONNECT_TIMEOUT.total_seconds(),
         read_timeout=READ_TIMEOUT.total_seconds(),
         retries={"mode": "standard", "total_max_attempts": max_attempts},
+        max_pool_connections=_MAX_CONNECTIONS,
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
     session: Any = boto3

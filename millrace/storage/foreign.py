@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
-from millrace.storage.read import READ_BLOCK_SIZE, join_blocks
+from millrace.storage.read import READ_BLOCK_SIZE, check_content_range, check_etag, join_blocks
 from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:
@@ -50,13 +50,19 @@ def limit_requests(store: Store, deadline: float) -> Generator[None]:
 
 
 def read_foreign_range(
-    store: Store, key: str, start: int, end: int, *, etag: str | None = None
+    store: Store,
+    key: str,
+    start: int,
+    end: int,
+    *,
+    etag: str | None = None,
+    size: int | None = None,
 ) -> bytes:
     """Read bytes ``start`` to ``end`` (exclusive) of an object, as `read_range` does.
 
     Raises:
         NotFoundError: There is no such object.
-        ChangedError: The object has another ETag.
+        ChangedError: The object has another ETag or another size.
         CorruptError: The store sends more bytes than were requested. The rest is not read.
         UnavailableError: The bytes did not arrive within the time budget of the store.
     """
@@ -69,8 +75,11 @@ def read_foreign_range(
         asked["IfMatch"] = etag
 
     def fetch(client: "S3Client") -> bytes:
-        body = client.get_object(**asked)["Body"]
+        found = client.get_object(**asked)
+        body = found["Body"]
         try:
+            check_etag(store, key, etag, found.get("ETag"))
+            check_content_range(store, key, size, found.get("ContentRange", ""))
             return join_blocks(store, key, body.iter_chunks(READ_BLOCK_SIZE), end - start)
         finally:
             body.close()

@@ -13,15 +13,17 @@ class _ClientState:
     Attributes:
         is_opened: Whether this process or its parent has opened a remote store.
         is_lost: Whether the process was forked afterwards.
+        has_used_folder: Whether this process or its parent has made a request to a folder.
+        has_lost_folders: Whether the process was forked afterwards.
     """
 
     def __init__(self) -> None:
-        self.is_opened = False
-        self.is_lost = False
+        self.is_opened = self.is_lost = False
+        self.has_used_folder = self.has_lost_folders = False
 
     def lose(self) -> None:
         """Note that this process was forked."""
-        self.is_lost = self.is_opened
+        self.is_lost, self.has_lost_folders = self.is_opened, self.has_used_folder
 
 
 _state = _ClientState()
@@ -33,6 +35,16 @@ def note_opened() -> None:
     _state.is_opened = True
 
 
+def note_folder_used() -> None:
+    """Note that this process has made a request to a folder."""
+    _state.has_used_folder = True
+
+
 def is_client_lost() -> bool:
     """Decide whether obstore cannot send requests in this process."""
     return _state.is_lost
+
+
+def are_folders_lost() -> bool:
+    """Decide whether obstore cannot read and write folders in this process."""
+    return _state.has_lost_folders

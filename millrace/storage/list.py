@@ -8,10 +8,14 @@ import obstore
 from obstore.exceptions import BaseError
 
 from millrace import errors
-from millrace.storage.forks import is_client_lost
 from millrace.storage.open import Backend, Store
 from millrace.storage.read import Stat, make_stat
-from millrace.storage.retry import RetryLoop, call_with_retries, is_key_error, translate_error
+from millrace.storage.retry import (
+    RetryLoop,
+    call_with_retries,
+    is_key_error,
+    translate_error,
+)
 
 PAGE_SIZE = 1000
 
@@ -36,13 +40,13 @@ def list_objects(
         DeniedError: The credentials may not list.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if (exact or store.is_foreign or is_client_lost()) and store.is_s3_compatible:
+    if (exact or store.is_foreign or store.has_lost_client) and store.is_s3_compatible:
         yield from _list_exact_keys(store, prefix, after)
         return
     folder = prefix.rpartition("/")[0]
     is_ordered = store.location.backend is not Backend.FILE
     offset = max(after, _make_offset(prefix)) if is_ordered else after
-    retries = RetryLoop(store, prefix)
+    retries = RetryLoop(store, prefix, is_fork_safe=not store.is_remote)
     while True:
         has_advanced = False
         retries.wait_for_throttle()
@@ -153,7 +157,11 @@ def list_folders(store: Store, prefix: str = "") -> list[str]:
         )
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    if not ((store.is_foreign or is_client_lost()) and store.is_s3_compatible):
+    if store.has_lost_client and store.location.backend is Backend.FILE:
+        from millrace.storage.after_fork import list_folders_after_fork  # noqa: PLC0415 - as above
+
+        return list_folders_after_fork(store, prefix)
+    if not ((store.is_foreign or store.has_lost_client) and store.is_s3_compatible):
         try:
             return call_with_retries(store, prefix, fetch_names)
         except errors.ConfigurationError:  # obstore refuses a key

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -259,6 +260,7 @@ class MirroredReader:
         self._durations, self._objects = DurationWindow(), ObjectTable()
         self._lock = threading.Lock()
         self._reads = 0
+        self._is_closed = False
 
     def make_report(self) -> MirrorReport:
         """Return the work of each location so far."""
@@ -269,7 +271,8 @@ class MirroredReader:
         return self._locations[location].name
 
     def close(self) -> None:
-        """Start no further requests. Those under way end by themselves."""
+        """Start no further requests. Those under way end by themselves, and others fail."""
+        self._is_closed = True
         for location in self._locations:
             location.pool.shutdown()
 
@@ -339,7 +342,7 @@ class MirroredReader:
             is_transient = any(
                 isinstance(error, errors.UnavailableError) for error in race.faults.values()
             )
-            if not is_transient or self._clock() + pause >= deadline:
+            if self._is_closed or not is_transient or self._clock() + pause >= deadline:
                 self._objects.forget(item)  # a later read tries again
                 raise self._make_error(race)
             time.sleep(pause)
@@ -422,11 +425,21 @@ class MirroredReader:
         race.pending.add(location.number)
         if location.is_local:
             self._attempt(race, location, is_hedge=is_hedge)
-        else:
-            location.pool.submit(self._attempt, race, location, is_hedge=is_hedge)
+            return
+        attempt = location.pool.submit(self._attempt, race, location, is_hedge=is_hedge)
+
+        def handle_end(ended: "Future[None]") -> None:
+            if ended.cancelled():  # `close` has ended the wait for a thread
+                race.outcomes.put(_Outcome(location.number, is_hedge))
+
+        attempt.add_done_callback(handle_end)
+        if self._is_closed:
+            attempt.cancel()
 
     def _list_allowed(self, race: _Race, avoid: Collection[int]) -> list[_Location]:
         """Return the locations that may be asked, and were not asked in this race."""
+        if self._is_closed:
+            return []
         tried = {*avoid, *race.pending, *race.faults, *race.state.faults}
         return [
             location
@@ -514,7 +527,9 @@ class MirroredReader:
             return FetchedRange(data, number, pinned, is_proven=True)
         if item.listed_by == number or self._has_equal_etags(item, state, location):
             try:
-                data = self._request(location, item, start, end, etag=item.etag, race=race)
+                data = self._request(
+                    location, item, start, end, etag=item.etag, size=item.size, race=race
+                )
             except errors.ChangedError:
                 if item.listed_by == number:
                     raise
@@ -623,6 +638,7 @@ class MirroredReader:
         end: int,
         *,
         etag: str | None,
+        size: int | None = None,
         race: _Race | None = None,
     ) -> bytes:
         """Read a range of a copy by its ETag, and note the duration. One request."""
@@ -637,7 +653,7 @@ class MirroredReader:
         began = self._clock()
         try:
             data = read_range(
-                location.store, item.key, start, end, etag=etag, on_block=handle_block
+                location.store, item.key, start, end, etag=etag, size=size, on_block=handle_block
             )
         except errors.StoppedError:
             self._record_duration(location, end - start, self._clock() - began)
@@ -718,6 +734,8 @@ class MirroredReader:
         )
         reasons = [f"{self._locations[n].name}: {faults[n]}" for n in sorted(faults)]
         left_out = [one.name for one in self._locations if one.is_dropped]
+        if self._is_closed:
+            reasons.append("The reader was closed.")
         if left_out:
             reasons.append(f"Left out, since their objects differ: {', '.join(left_out)}.")
         return kind(

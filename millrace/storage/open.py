@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore, LocalStore, MemoryStore, ObjectStore, S3Store
@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from millrace.environment import drop_empty_variables, read_variable
 from millrace.errors import ConfigurationError, NotFoundError, format_error
 from millrace.settings import Duration
-from millrace.storage.forks import note_opened
+from millrace.storage.forks import are_folders_lost, is_client_lost, note_opened
+from millrace.storage.google_tokens import TokenReader, TokenSource
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -30,6 +31,9 @@ READ_TIMEOUT = timedelta(seconds=30)
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
 _ENVIRONMENT = "env://"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")  # characters with a meaning in a URL
 _MOST_FOREIGN_REQUESTS = 8  # at once to one foreign store
 _memory: dict[str, MemoryStore] = {}
 # The checksum of the whole body is sent as a header: R2 refuses trailers. A signed SHA-256 is
@@ -81,7 +85,7 @@ class StoreSpec(BaseModel):
         default=None,
         description="URL of another S3 endpoint than those of Amazon and R2, such as of Ceph, "
         "MinIO, Backblaze B2 or Wasabi. By default AWS_ENDPOINT_URL for an `s3://` "
-        "URL.",
+        "URL. For `gs://`, URL of another server of Google's API.",
     )
     region: str | None = Field(
         default=None, description="Region of S3. That of R2 is always `auto`."
@@ -91,6 +95,10 @@ class StoreSpec(BaseModel):
     )
     ca_file: Path | None = Field(
         default=None, description="PEM file of certificate authorities that are trusted for TLS."
+    )
+    google_token: TokenSource | None = Field(
+        default=None,
+        description="Access token for `gs://` that another process renews. Rented machines get it.",
     )
     options: dict[str, SecretStr] = Field(
         default_factory=dict[str, SecretStr],
@@ -110,17 +118,26 @@ class StoreSpec(BaseModel):
         url = written.get("url")
         if not isinstance(url, str) or not url.startswith(_ENVIRONMENT):
             return data  # pyright: ignore[reportUnknownVariableType] - pydantic's
-        named = read_spec_from_environment().with_prefix(url.removeprefix(_ENVIRONMENT))
+        named = read_spec_from_environment()
+        if below := url.removeprefix(_ENVIRONMENT).removeprefix("/"):
+            below_url = f"{named.url.removesuffix('/')}/{below}"
+            named = named.model_copy(update={"url": below_url})
         given = {name: value for name, value in written.items() if value is not None}
         fields = {name: getattr(named, name) for name in StoreSpec.model_fields}
         return {**fields, **given, "url": named.url}
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the same store with its keys below a prefix."""
+        """Return the same store with its keys below a prefix.
+
+        Args:
+            prefix: Text of the prefix, as in keys. In the URL, it is escaped.
+        """
         inner = prefix.strip("/")
         if not inner:
             return self
-        return self.model_copy(update={"url": f"{self.url.rstrip('/')}/{inner}"})
+        if _SCHEME.match(self.url):
+            inner = _escape(inner)
+        return self.model_copy(update={"url": f"{self.url.removesuffix('/')}/{inner}"})
 
     def reveal_secrets(self) -> dict[str, Any]:
         """Return the spec as plain JSON values, secrets included, for the pipe to a process."""
@@ -134,6 +151,11 @@ class StoreSpec(BaseModel):
                 data["credentials"]["session_token"] = (
                     self.credentials.session_token.get_secret_value()
                 )
+        if self.google_token is not None:
+            data["google_token"] = {
+                "url": self.google_token.url.get_secret_value(),
+                "key": self.google_token.key.get_secret_value(),
+            }
         return data
 
 
@@ -184,29 +206,41 @@ class Location:
         Raises:
             ConfigurationError: The URL is not that of a store.
         """
-        parts = urlsplit(url)
+        if url and not _SCHEME.match(url):
+            return cls._parse_folder(url)
+        no_store = ConfigurationError(
+            f"{url!r} names no store: write file:///folder, s3://bucket/prefix, "
+            "r2://account/bucket/prefix or gs://bucket/prefix."
+        )
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigurationError(f"The URL of the store is invalid: {error}.") from None
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigurationError(
                 f"The URL of {parts.scheme}://{parts.hostname or ''} has credentials or options in "
-                "it: write credentials, endpoint and region in their own settings."
+                "it: write credentials, endpoint and region in their own settings. In the name of "
+                "a prefix, write %3F for a question mark and %23 for #."
             )
-        path = unquote(parts.path).strip("/")
+        path = unquote(parts.path)
+        if parts.scheme == "file" and parts.netloc in {"", "localhost"} and path:
+            return cls._parse_folder("/" + path.strip("/"))
+        _check_path(path, url)
+        path = path.strip("/")
         match parts.scheme:
-            case "file" if parts.netloc in {"", "localhost"}:
-                return cls(Backend.FILE, "/" + path)
             case "s3" | "gs" if parts.netloc:
                 return cls(Backend(parts.scheme), parts.netloc, path)
             case "r2" if parts.netloc:
                 return cls._parse_r2(parts.netloc, path, account_id)
             case "memory":
                 return cls(Backend.MEMORY, parts.netloc, path)
-            case "" if url:
-                return cls(Backend.FILE, str(Path(url).expanduser().absolute()))
             case _:
-                raise ConfigurationError(
-                    f"{url!r} names no store: write file:///folder, s3://bucket/prefix, "
-                    "r2://account/bucket/prefix or gs://bucket/prefix."
-                )
+                raise no_store
+
+    @classmethod
+    def _parse_folder(cls, path: str) -> "Location":
+        folder = Path(path).expanduser().absolute()
+        return cls(Backend.FILE, str(folder.resolve() if ".." in folder.parts else folder))
 
     @classmethod
     def _parse_r2(cls, host: str, path: str, account_id: str | None) -> "Location":
@@ -227,8 +261,27 @@ class Location:
     def __str__(self) -> str:
         if self.backend is Backend.FILE:
             return Path(self.bucket).as_uri()
-        parts = [self.account, self.bucket, self.prefix]
+        parts = [self.account, self.bucket, _escape(self.prefix)]
         return f"{self.backend}://" + "/".join(part for part in parts if part)
+
+
+def _check_path(path: str, url: str) -> None:
+    """Check the path of the URL of a bucket.
+
+    Raises:
+        ConfigurationError: No prefix of keys can be like this.
+    """
+    is_relative = not {".", ".."}.isdisjoint(path.split("/"))
+    if "//" in path or is_relative or _CONTROL.search(path):
+        raise ConfigurationError(
+            f"{url!r} has two slashes in a row, a relative segment or a control character behind "
+            "the bucket. Correct the URL: a prefix is folder names with one slash between them."
+        )
+
+
+def _escape(text: str) -> str:
+    """Return text as a part of a URL, without the characters that have a meaning there."""
+    return _RESERVED.sub(lambda match: quote(match[0]), text)
 
 
 @dataclass(slots=True)
@@ -304,7 +357,7 @@ class Store:
 
     def make_url(self, key: str) -> str:
         """Return the URL of one object."""
-        return f"{self.url}/{key}"
+        return f"{self.url}/{_escape(key)}"
 
     @property
     def endpoint(self) -> str | None:
@@ -325,6 +378,13 @@ class Store:
     def is_remote(self) -> bool:
         """True if requests go over a network."""
         return self.location.backend not in {Backend.FILE, Backend.MEMORY}
+
+    @property
+    def has_lost_client(self) -> bool:
+        """True if obstore would hang, since this process was forked."""
+        if self.location.backend is Backend.FILE:
+            return are_folders_lost()
+        return self.is_remote and is_client_lost()
 
 
 def open_store(
@@ -459,6 +519,11 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     if backend == "local":
         return StoreSpec(url=str(Location.parse(env["LOCAL_STORAGE_PATH"])))
     bucket = env["CHECKPOINT_BUCKET"]
+    if bucket.startswith(_ENVIRONMENT):
+        raise ConfigurationError(
+            f"CHECKPOINT_BUCKET is {bucket}, which is the store that it names itself. Write the "
+            "bucket, or a URL such as s3://bucket/prefix."
+        )
     credentials = None
     if env.get("AWS_ACCESS_KEY_ID"):
         token = env.get("AWS_SESSION_TOKEN")
@@ -583,10 +648,12 @@ def _open_gcs(spec: StoreSpec, location: Location, retry: Any) -> GCSStore:
             "gs:// takes Google's credentials, not a key pair: set GOOGLE_APPLICATION_CREDENTIALS, "
             "or options: {service_account: FILE}."
         )
+    base = {"base_url": spec.endpoint} if spec.endpoint else {}
     return GCSStore(
         location.bucket,
         prefix=location.prefix or None,
-        config=cast("Any", _reveal_options(spec.options)),
+        config=cast("Any", {**base, **_reveal_options(spec.options)}),
         client_options=_make_client_options(spec, spec.endpoint),
         retry_config=retry,
+        credential_provider=TokenReader(spec.google_token) if spec.google_token else None,
     )

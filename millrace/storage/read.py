@@ -19,7 +19,7 @@ from millrace.digest import (
     get_algorithm,
     make_hasher,
 )
-from millrace.storage.forks import is_client_lost
+from millrace.storage.object_keys import check_key, find_key_fault
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import call_with_retries
 
@@ -57,9 +57,11 @@ def head(store: Store, key: str) -> Stat:
     """Describe an object. One request.
 
     Raises:
+        ConfigurationError: The key is invalid.
         NotFoundError: There is no such object.
     """
-    if is_client_lost() and store.is_remote:
+    check_key(store, key)
+    if store.has_lost_client:
         from millrace.storage.after_fork import head_after_fork  # noqa: PLC0415 - imports urllib3
 
         return head_after_fork(store, key)
@@ -89,13 +91,15 @@ def read(store: Store, key: str, *, etag: str | None = None, max_size: int | Non
         ChangedError: The object has another ETag.
         CorruptError: The object is larger than ``max_size``. The rest is not read.
     """
-    if is_client_lost() and store.is_remote:
+    check_key(store, key)
+    if store.has_lost_client:
         from millrace.storage.after_fork import read_after_fork  # noqa: PLC0415 - imports urllib3
 
         return read_after_fork(store, key, etag=etag, max_size=max_size)
 
     def fetch() -> bytes:
         found = obstore.get(store.raw, key, options=_make_match_options(etag))
+        check_etag(store, key, etag, found.meta["e_tag"])
         if max_size is None:
             return bytes(found.bytes())
         if (size := found.meta["size"]) > max_size:
@@ -130,6 +134,7 @@ def read_and_hash(
         NotFoundError: There is no such object.
         CorruptError: The store sends more bytes than were requested. The rest is not read.
     """
+    check_key(store, key)
     count = sum(map(len, buffers))
 
     def fetch() -> bytes:
@@ -146,7 +151,8 @@ def read_and_hash(
             body = map(memoryview, found.stream(min_chunk_size=BLOCK_SIZE))
         return _hash_body(store, key, body, buffers, count) if found_size == size else b""
 
-    return call_with_retries(store, key, fetch)
+    is_file = store.location.backend is Backend.FILE
+    return call_with_retries(store, key, fetch, is_fork_safe=is_file)
 
 
 def read_views_and_hash(
@@ -170,6 +176,7 @@ def read_views_and_hash(
         NotFoundError: There is no such object.
         CorruptError: The store sends more bytes than were requested. The rest is not read.
     """
+    check_key(store, key)
     if store.location.backend is Backend.FILE or store.is_foreign:
         body = memoryview(bytearray(end - start))
         digests = read_and_hash(store, key, [body], size=size, start=start)
@@ -202,7 +209,7 @@ def hash_damaged_file(store: Store, key: str, buffer: memoryview) -> bytes:
     Returns:
         Joined digests; empty if the store is no folder, or the file cannot be read.
     """
-    if store.location.backend is not Backend.FILE:
+    if store.location.backend is not Backend.FILE or find_key_fault(store, key):
         return b""
     try:
         with (Path(store.location.bucket) / key).open("rb", buffering=0) as file:
@@ -280,6 +287,7 @@ def read_range(
     end: int,
     *,
     etag: str | None = None,
+    size: int | None = None,
     on_block: Callable[[int], None] | None = None,
 ) -> bytes:
     """Read bytes ``start`` to ``end`` (exclusive), or to the object's end. One request.
@@ -290,28 +298,32 @@ def read_range(
         start: Offset of the first byte.
         end: Offset after the last byte.
         etag: ETag that the object must have.
+        size: Size in bytes that the whole object must have.
         on_block: Function that receives the size of each block of up to 8 MiB when it has arrived.
             An error that the function raises ends the read. A foreign store does not call it.
 
     Raises:
         NotFoundError: There is no such object.
-        ChangedError: The object has another ETag.
+        ChangedError: The object has another ETag or another size.
         CorruptError: The store sends more bytes than were requested. The rest is not read.
     """
+    check_key(store, key)
     if start >= end:
         return b""
-    if is_client_lost() and store.is_remote and not store.is_foreign:
+    if store.has_lost_client and not store.is_foreign:
         from millrace.storage.after_fork import read_after_fork  # noqa: PLC0415 - imports urllib3
 
-        return read_after_fork(store, key, start=start, end=end, etag=etag)
+        return read_after_fork(store, key, start=start, end=end, etag=etag, size=size)
     if store.is_foreign and store.is_s3_compatible:
         from millrace.storage.foreign import read_foreign_range  # noqa: PLC0415 - imports boto3
 
-        return read_foreign_range(store, key, start, end, etag=etag)
+        return read_foreign_range(store, key, start, end, etag=etag, size=size)
     options: GetOptions = {**_make_match_options(etag), "range": (start, end)}
 
     def fetch() -> bytes:
         found = obstore.get(store.raw, key, options=options)
+        check_etag(store, key, etag, found.meta["e_tag"])
+        check_size(store, key, size, found.meta["size"])
         return _read_body(store, key, found, end - start, on_block)
 
     return call_with_retries(store, key, fetch)
@@ -395,10 +407,7 @@ def stream(
     if end is None or etag is None:
         now = head(store, key)
         if etag is not None and now.etag != etag:
-            raise errors.ChangedError(
-                f"{store.make_url(key)} was replaced: its ETag is no longer the one that was "
-                "requested."
-            )
+            raise _make_changed_error(store, key)
         end, etag = now.size if end is None else min(end, now.size), now.etag
     if 0 < end - start <= block_size:  # one block needs no threads
         yield _read_block(store, key, start, end, etag)
@@ -517,6 +526,49 @@ def _iterate_until_stopped(
         if is_stopped():
             raise errors.StoppedError("The verification was stopped.")
         yield block
+
+
+def check_etag(store: Store, key: str, etag: str | None, found: str | None) -> None:
+    """Compare the ETag of an answer with the requested one, if there are both.
+
+    Some stores and proxies ignore ``If-Match``. A proxy that compresses marks an ETag as weak.
+
+    Raises:
+        ChangedError: The object has another ETag.
+    """
+    if etag and found and _strip_etag(etag) != _strip_etag(found):
+        raise _make_changed_error(store, key)
+
+
+def check_size(store: Store, key: str, size: int | None, found: int) -> None:
+    """Compare the size of an object with the expected one, if there is one.
+
+    Raises:
+        ChangedError: The object has another size.
+    """
+    if size is not None and found != size:
+        raise errors.ChangedError(f"{store.make_url(key)} has {found:,} bytes, not {size:,}.")
+
+
+def check_content_range(store: Store, key: str, size: int | None, header: str) -> None:
+    """Compare the size in a ``Content-Range`` (``bytes 0-5/11``) with the expected one.
+
+    Raises:
+        ChangedError: The object has another size.
+    """
+    total = header.rpartition("/")[2]
+    if total.isdecimal():
+        check_size(store, key, size, int(total))
+
+
+def _strip_etag(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')
+
+
+def _make_changed_error(store: Store, key: str) -> errors.ChangedError:
+    return errors.ChangedError(
+        f"{store.make_url(key)} was replaced: its ETag is no longer the one that was requested."
+    )
 
 
 def _make_match_options(etag: str | None) -> "GetOptions":

@@ -8,11 +8,15 @@ same key. All threads that use the store then wait for the requested time.
 
 import errno
 import logging
+import os
 import random
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -28,19 +32,29 @@ from obstore.exceptions import (
 )
 
 from millrace import errors
+from millrace.formatting import clean_text
 from millrace.retry_after import parse_retry_after
 from millrace.storage.clients import make_boto3_client, make_full_key
-from millrace.storage.forks import is_client_lost
+from millrace.storage.forks import note_folder_used
 from millrace.storage.open import Backend, Store
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 T = TypeVar("T")
+_stopped = ContextVar[threading.Event | None]("stopped", default=None)
+"""Event after which a thread retries no request."""
 _log = logging.getLogger(__name__)
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_LOOP = "File system loop found: "
+_FILE = re.compile(
+    r"(?:file|dir|operation on|found:|to) (/.*?)(?:#\d+)?(?:: | points to )", re.DOTALL
+)
+_FILE_NAME = re.compile(r'Path "/?(.*?)"', re.DOTALL)
+_MAKES_FILE = re.compile(r"#\d+(?:'|: )|Unable to (create|rename|copy) ")
+_CHANGES_FOLDER = re.compile(rf"{_MAKES_FILE.pattern}|Unable to delete ")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 10.0
 _RETRIED_4XX = {408, 429}
@@ -53,6 +67,7 @@ _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delet
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET [^\s?]+ |Get)")  # a listing has a query
 _KEY_LENGTH = re.compile(r"Credential access key has length (\d+), should be (\d+)")  # of R2
+_PROVIDER = "External GCP credential provider"
 _TRANSIENT = {
     "BadDigest",  # the bytes have changed on their way to the store
     "XAmzContentSHA256Mismatch",
@@ -63,6 +78,23 @@ _TRANSIENT = {
     "OperationAborted",  # by another request for the same object
 }
 """Codes of refusals with a status of 4xx after which the same request can succeed."""
+_NO_FILE = {errno.ENOTDIR, errno.EISDIR}
+_CORRECT_PERMISSIONS = (
+    "Correct the permissions of the file and of its folders, or choose another folder."
+)
+_NEEDS_FOLDER = (
+    "In a folder, the key of an object cannot be the beginning of other keys. Choose another key."
+)
+_FILE_REMEDIES = {
+    errno.EACCES: _CORRECT_PERMISSIONS,
+    errno.EPERM: _CORRECT_PERMISSIONS,
+    errno.EROFS: _CORRECT_PERMISSIONS,
+    errno.ENOTDIR: _NEEDS_FOLDER,
+    errno.EISDIR: _NEEDS_FOLDER,
+    errno.ENAMETOOLONG: "The key is invalid. Choose a shorter key.",
+    errno.ELOOP: "Remove the link, which leads to itself or to a folder above it.",
+}
+"""Remedies of errors of the operating system that another try cannot mend."""
 _UNREADABLE = {"InvalidArgument", "InvalidObjectState", "InvalidRequest"}
 """Codes of refused reads of archived objects, and of objects with customer keys (SSE-C)."""
 _REFUSALS = {
@@ -80,9 +112,17 @@ class RetryLoop:
         store: Store with the time budget (``spec.retry_timeout``) and the throttle. The budget
             begins now.
         key: Key of the request, for error messages.
+        is_fork_safe: Whether a forked process can make the request.
+
+    Raises:
+        ConfigurationError: The process was forked.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, *, is_fork_safe: bool = False) -> None:
+        if not is_fork_safe:
+            require_client(store)
+        if store.location.backend is Backend.FILE:
+            note_folder_used()
         self._store, self._key = store, key
         self._started_at = time.monotonic()
         self._deadline = self._started_at + store.spec.retry_timeout.total_seconds()
@@ -90,13 +130,14 @@ class RetryLoop:
 
     def wait_for_throttle(self) -> None:
         """Wait until the end of the pause that the store asked for."""
-        _wait_for_throttle(self._store, self._deadline)
+        _wait_for_throttle(self._store, self._key, self._deadline)
 
     def wait_after_error(self, error: BaseException) -> None:
         """Wait until a failed request may be tried again.
 
         Raises:
             NotFoundError, ExistsError, ChangedError, DeniedError: At once: a retry cannot help.
+            StoppedError: The event of `limit_retries` is set.
             UnavailableError: The budget is spent. Its cause is the last fault.
         """
         store, key = self._store, self._key
@@ -113,13 +154,13 @@ class RetryLoop:
                 pause = 0.0
         if time.monotonic() + pause >= self._deadline or store.throttle.resume_at >= self._deadline:
             exhausted = errors.UnavailableError(
-                f"{store.make_url(key)}: given up after {self._failures} tries "
+                f"{clean_text(store.make_url(key))}: given up after {self._failures} tries "
                 f"({errors.format_error(error)}). Run it again when the store answers; "
                 "nothing that was committed is lost."
             )
             exhausted.status = _parse_status(error)
             raise exhausted from error
-        time.sleep(pause)
+        _sleep(pause, store, key)
 
     def _warn(self, error: BaseException) -> None:
         """Log that the store does not answer, and that the request is tried again."""
@@ -158,21 +199,30 @@ def call_with_retries(
     Raises:
         NotFoundError, ExistsError, ChangedError, DeniedError: At once.
         NoSpaceError: At once: the disk of a folder is full.
-        ConfigurationError: At once: the key is invalid, or the process was forked.
+        ConfigurationError: At once: the key is invalid, the file of a key cannot be read, or the
+            process was forked.
         UnavailableError: The budget is spent. Its cause is the last fault.
     """
-    if is_client_lost() and store.is_remote and not is_fork_safe:
-        raise errors.ConfigurationError(
-            f"This process was forked after {store.url} was opened. Its client of the store would "
-            "hang. Start processes by `spawn`."
-        )
-    retries = RetryLoop(store, key)
+    retries = RetryLoop(store, key, is_fork_safe=is_fork_safe)
     while True:
         retries.wait_for_throttle()
         try:
             return call()
         except (BaseError, OSError, ValueError) as error:
             retries.wait_after_error(error)
+
+
+def require_client(store: Store) -> None:
+    """Check that obstore can make requests to a store.
+
+    Raises:
+        ConfigurationError: The process was forked.
+    """
+    if store.has_lost_client:
+        raise errors.ConfigurationError(
+            f"This process was forked after {store.url} was opened. Its client of the store would "
+            "hang. Start processes by `spawn`."
+        )
 
 
 def call_boto3(
@@ -251,13 +301,13 @@ def _translate_final_error(
     error: BaseException, store: Store, key: str
 ) -> errors.MillraceError | None:
     """Return Millrace's error for a permanent error of obstore; None for a transient one."""
-    where = store.make_url(key)
+    where = clean_text(store.make_url(key))
     if known := _translate_backend_error(error, store, where) or _translate_range(error, where):
         return known
     status = _parse_status(error)
     match error:
-        case _ if _find_code(error) in _TRANSIENT:
-            status = None
+        case _ if _find_code(error) in _TRANSIENT or _PROVIDER in str(error):
+            status = None  # of a provider: a token is read again
         case AlreadyExistsError() | FileExistsError():
             return errors.ExistsError(f"{where} already exists.")
         case FileNotFoundError() | NotADirectoryError():
@@ -266,7 +316,7 @@ def _translate_final_error(
             status = 412
         case PermissionDeniedError() | UnauthenticatedError() | PermissionError():
             status = 403
-        case OSError():
+        case OSError() if status is None:  # a writer of obstore has answers of a store in these
             return errors.MillraceError(f"{where}: {errors.format_error(error)}.")
         case _ if "DeleteObjects request failed for key" in str(error):
             # The store has refused one key. A caller may delete each key with its own request.
@@ -286,13 +336,41 @@ def _translate_final_error(
 def _translate_backend_error(
     error: BaseException, store: Store, where: str
 ) -> errors.MillraceError | None:
-    """Return the error of a full disk, missing credentials or a wrong region; None for others."""
+    """Return the error of a folder, a bucket or credentials that are missing; None for others."""
     if store.location.backend is Backend.FILE:
-        full = _parse_errno(error) in {errno.ENOSPC, errno.EDQUOT}
-        return _make_no_space_error(store, where, error) if full else None
+        return _translate_file_error(error, store, where)
     if not store.is_s3_compatible:
         return None
+    if _find_code(error) == "NoSuchBucket":
+        return errors.NotFoundError(
+            f"{store.url}: there is no such bucket. Create it, or correct the URL."
+        )
     return _translate_missing_credentials(error, store) or _translate_redirect(error, store)
+
+
+def _translate_file_error(
+    error: BaseException, store: Store, where: str
+) -> errors.MillraceError | None:
+    """Return the error of a file or a folder that another try cannot mend; None for others."""
+    number, text = _parse_errno(error), errors.format_error(error)
+    if number in {errno.ENOSPC, errno.EDQUOT}:
+        return _make_no_space_error(store, where, error)
+    if number in _NO_FILE and not _MAKES_FILE.search(text):
+        return errors.NotFoundError(f"There is no {where}.")
+    if is_key_error(error) and (name := _FILE_NAME.search(str(error))):
+        return errors.ConfigurationError(
+            f"{where}: no key can be {clean_text(ascii(name[1]))}, which has a control character, "
+            "is not UTF-8, or has an empty or a relative segment. Rename the file, or choose "
+            "another key."
+        )
+    number = errno.ELOOP if _LOOP in text else number
+    remedy = _FILE_REMEDIES.get(number or 0)
+    if remedy is None:
+        return None
+    found = _FILE.search(text)
+    message = f"{clean_text(found[1] if found else where)}: {os.strerror(number or 0)}. {remedy}"
+    is_refused = remedy == _CORRECT_PERMISSIONS and _CHANGES_FOLDER.search(text)
+    return errors.DeniedError(message) if is_refused else errors.ConfigurationError(message)
 
 
 def _translate_range(error: BaseException, where: str) -> errors.MillraceError | None:
@@ -427,9 +505,32 @@ def _translate_redirect(error: BaseException, store: Store) -> errors.Configurat
     )
 
 
-def _wait_for_throttle(store: Store, deadline: float) -> None:
+def _wait_for_throttle(store: Store, key: str, deadline: float) -> None:
     while (remaining := min(store.throttle.resume_at, deadline) - time.monotonic()) > 0:
-        time.sleep(remaining)
+        _sleep(remaining, store, key)
+
+
+@contextmanager
+def limit_retries(stopped: threading.Event) -> Generator[None]:
+    """Retry no request of this thread after an event, until the context ends."""
+    token = _stopped.set(stopped)
+    try:
+        yield
+    finally:
+        _stopped.reset(token)
+
+
+def _sleep(seconds: float, store: Store, key: str) -> None:
+    """Wait before the next try.
+
+    Raises:
+        StoppedError: The event of `limit_retries` is set.
+    """
+    stopped = _stopped.get()
+    if stopped is None:
+        time.sleep(seconds)
+    elif stopped.wait(seconds):
+        raise errors.StoppedError(f"{store.make_url(key)}: the request was cancelled.")
 
 
 def _extend_throttle(store: Store, pause: float) -> None:

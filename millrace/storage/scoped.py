@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from millrace.errors import ConfigurationError, DeniedError, format_error
 from millrace.storage.clients import make_key_pair
+from millrace.storage.object_keys import check_key
 from millrace.storage.open import Backend, Credentials, Store, open_store
 
 _MIN_STS_TTL = timedelta(minutes=15)
@@ -100,8 +101,13 @@ def sign_url(store: Store, key: str, ttl: timedelta, *, access: Right = Right.RE
         access: Right of the URL's holder: read with GET, or write with PUT.
 
     Raises:
-        ConfigurationError: The store cannot sign.
+        ConfigurationError: The store cannot sign, or the key is invalid.
     """
+    check_key(store, key)
+    if not timedelta(0) < ttl <= MAX_TTL:
+        raise ConfigurationError(
+            f"{store.url}: a signed URL for {ttl} is not possible. Choose at most 7 days."
+        )
     try:
         method = "GET" if access is Right.READ else "PUT"
         return obstore.sign(cast("Any", store.raw), method, key, ttl)

@@ -32,7 +32,8 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from millrace.digest import Algorithm
 from millrace.errors import StoppedError
 from millrace.storage.clients import make_full_key
-from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Store
+from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Backend, Store
+from millrace.storage.read import check_content_range, check_etag
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -111,7 +112,9 @@ def put_with_signature(store: Store, key: str, data: bytes | bytearray | memoryv
     _raise_failure("PUT", _put_body(store, key, data, {}))
 
 
-def copy_with_signature(store: Store, key: str, source: Store, source_key: str, etag: str) -> str:
+def copy_with_signature(
+    store: Store, key: str, source: Store, source_key: str, etag: str, *, overwrite: bool = True
+) -> str:
     """Let a store copy an object with its attributes into another bucket. One try of one request.
 
     Args:
@@ -120,12 +123,15 @@ def copy_with_signature(store: Store, key: str, source: Store, source_key: str, 
         source: Store of the object, at the same endpoint. The credentials of the other one read it.
         source_key: Key of the object.
         etag: ETag that the object must have.
+        overwrite: Whether to replace an object that is there. Only S3 and R2 are asked not to:
+            other endpoints ignore or refuse the condition.
 
     Returns:
         ETag of the copy, with its quotes.
 
     Raises:
-        GenericError: The request failed. Its status is 412 if the object has another ETag.
+        GenericError: The request failed. Its status is 412 if the object has another ETag, or
+            there is one that may not be replaced.
     """
     name = f"/{source.location.bucket}/{make_full_key(source, source_key)}"
     headers = {
@@ -134,6 +140,10 @@ def copy_with_signature(store: Store, key: str, source: Store, source_key: str, 
         "x-amz-copy-source-if-match": etag,
         "content-length": "0",
     }
+    if not overwrite and store.location.backend is Backend.R2:
+        headers["cf-copy-destination-if-none-match"] = "*"
+    elif not overwrite and store.endpoint is None:
+        headers["if-none-match"] = "*"
     answer = _send_request(store, "PUT", key, headers)
     _raise_failure("PUT", answer)
     found = _COPIED.search(answer.data[:_MAX_ERROR_SIZE])
@@ -289,7 +299,13 @@ def is_etag_md5(store: Store, key: str) -> bool:
 
 
 def iterate_with_signature(
-    store: Store, key: str, byte_range: str, etag: str | None, block_size: int
+    store: Store,
+    key: str,
+    byte_range: str,
+    etag: str | None,
+    block_size: int,
+    *,
+    size: int | None = None,
 ) -> Generator[bytes]:
     """Yield the blocks of an object or of a range of bytes. One try of one request.
 
@@ -299,8 +315,10 @@ def iterate_with_signature(
         byte_range: Value of the header ``Range``; empty for the whole object.
         etag: ETag that the object must have.
         block_size: Largest size of a block.
+        size: Size in bytes that the whole object must have, if a range is read.
 
     Raises:
+        ChangedError: The object has another ETag or another size.
         GenericError: The request failed, or the body ended early.
     """
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
@@ -313,6 +331,8 @@ def iterate_with_signature(
         if answer.status >= 300:
             text = answer.read(_MAX_ERROR_SIZE).decode("utf-8", "replace")
             raise GenericError(_describe_status("GET", answer.status, text))
+        check_etag(store, key, etag, answer.headers.get("etag"))
+        check_content_range(store, key, size, answer.headers.get("content-range", ""))
         yield from answer.stream(block_size)
     except HTTPError as error:
         raise GenericError(f"{type(error).__name__}: {error}") from error

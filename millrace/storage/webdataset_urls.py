@@ -8,6 +8,7 @@ workers call `register_store` in their ``worker_init_fn``.
 import io
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from webdataset.gopen import gopen_schemes  # pyright: ignore[reportUnknownVariableType]
 
@@ -64,5 +65,5 @@ def _open_url(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> io.B
             f"No store was registered for {url}: call register_store(store) first."
         )
     base = max(matching, key=len)
-    blocks = stream(_stores[base], url.removeprefix(f"{base}/"))
+    blocks = stream(_stores[base], unquote(url.removeprefix(f"{base}/")))
     return io.BufferedReader(_BlockReader(blocks), max(bufsize, 1 << 20))

@@ -13,8 +13,19 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.object_keys import (
+    check_key,
+    find_key_fault,
+    find_size_fault,
+    make_key_error,
+)
 from millrace.storage.open import Backend, Store, open_with_crc
-from millrace.storage.retry import call_boto3, call_with_retries, translate_error
+from millrace.storage.retry import (
+    call_boto3,
+    call_with_retries,
+    require_client,
+    translate_error,
+)
 from millrace.storage.signed import (
     can_sign,
     create_with_signature,
@@ -40,8 +51,10 @@ def put(store: Store, key: str, data: Bytes) -> None:
     """Write or replace an object. One request.
 
     Raises:
+        ConfigurationError: The key is invalid.
         DeniedError: The credentials may not write here.
     """
+    check_key(store, key)
     body = _make_body(store, data)
 
     def try_put() -> None:
@@ -72,12 +85,13 @@ def create(
             store, it also decides while the body is sent.
 
     Raises:
-        ConfigurationError: The store does not support create-if-absent.
+        ConfigurationError: The key is invalid, or the store does not support create-if-absent.
         ExistsError: There is an object. If an answer was lost, an earlier try of this call may have
             written the object. `millrace.records.commit_once` compares the content.
         DeniedError: The credentials may not write here.
         StoppedError: ``is_stopped`` returned true. The call leaves no object.
     """
+    check_key(store, key)
     body = _make_body(store, data)
 
     def try_create() -> None:
@@ -171,7 +185,12 @@ def open_writer(
         part_size: Bytes of a part: at least 5 MiB, and at least 1/10,000 of the object.
         concurrency: Number of parts that are sent at once.
         attributes: Attributes of the object, such as ``Content-Type``, and its metadata.
+
+    Raises:
+        ConfigurationError: The key is invalid.
     """
+    check_key(store, key)
+    require_client(store)
     raw = open_with_crc(store) if can_sign(store) and has_crc_check(store) else store.retrying
     writer = obstore.open_writer(
         raw, key, buffer_size=part_size, max_concurrency=concurrency, attributes=attributes
@@ -197,8 +216,11 @@ def copy(store: Store, source: str, target: str) -> None:
     """Copy an object within a store. Buckets copy without a download.
 
     Raises:
+        ConfigurationError: A key is invalid.
         NotFoundError: There is no such source.
     """
+    check_key(store, source)
+    check_key(store, target)
     call_with_retries(store, source, lambda: obstore.copy(store.raw, source, target))
 
 
@@ -213,29 +235,40 @@ class ObjectFailure:
 def delete(store: Store, keys: Iterable[str]) -> list[ObjectFailure]:
     """Delete objects, up to 1,000 per request. A missing object is a success.
 
-    A key with a slash at an end is deleted with its own request, since obstore would delete the
-    object whose key has no slash. In a folder, nothing is deleted through a link to another folder.
+    A key that obstore would refuse or change is deleted with its own request if the bucket is
+    S3-compatible. In a folder, nothing is deleted through a link to another folder.
 
     Returns:
         Keys that could not be deleted, with the reasons.
+
+    Raises:
+        ConfigurationError: ``keys`` is a single text.
     """
+    if isinstance(keys, str):
+        raise errors.ConfigurationError(
+            f"{store.make_url(keys)}: `delete` takes several keys, not one text. Write "
+            "delete(store, [key]), or delete_one(store, key)."
+        )
     failures: list[ObjectFailure] = []
     remaining = iter(keys)
     while batch := list(islice(remaining, _BATCH)):
         links = LinkFinder(store)
-        failures += [ObjectFailure(key, f"It {_LINKED}.") for key in batch if links.is_linked(key)]
-        own = [key for key in batch if not links.is_linked(key)]
-        plain = [key for key in own if key == key.strip("/")]
-        alone = [key for key in own if key != key.strip("/")]
+        plain, alone = list[str](), list[str]()
+        for key in batch:
+            if find_key_fault(store, key):
+                alone.append(key)
+            elif links.is_linked(key):
+                failures.append(ObjectFailure(key, f"It {_LINKED}."))
+            else:
+                plain.append(key)
         try:
             if plain:
                 call_with_retries(
                     store, plain[0], lambda plain=plain: obstore.delete(store.raw, plain)
                 )
-        except (errors.MillraceError, TypeError):
+        except errors.MillraceError:
             # Single deletes have a reason for each key, and some credentials allow no others.
-            # obstore raises a TypeError if it refuses one key of a list.
-            alone = own
+            alone += plain
         failures += _delete_singly(store, alone)
     return failures
 
@@ -293,15 +326,13 @@ def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> N
     """
     with contextlib.suppress(errors.NotFoundError):
         if not store.is_s3_compatible:
+            check_key(store, key)
             if LinkFinder(store).is_linked(key):
                 raise errors.ConfigurationError(f"{store.make_url(key)} {_LINKED}.")
-            if key != key.strip("/"):  # obstore would delete the object whose key has no slash
-                raise errors.ConfigurationError(
-                    f"{store.make_url(key)} cannot be deleted here, since its key has a slash at "
-                    "an end. Delete it with the store's own tools."
-                )
             call_with_retries(store, key, lambda: obstore.delete(store.raw, key))
             return
+        if fault := find_size_fault(store, key):
+            raise make_key_error(store, key, fault)
         # obstore deletes even one key as a batch, which session policies of some servers refuse.
         bucket, whole = store.location.bucket, make_full_key(store, key)
         call_boto3(store, key, lambda s3: s3.delete_object(Bucket=bucket, Key=whole), client=client)
@@ -404,7 +435,8 @@ def _iterate_partial_files(folder: Path, prefix: str) -> Iterator[UnfinishedUplo
     for file in folder.rglob("*#*"):
         name, _, number = file.name.rpartition("#")
         key = file.with_name(name).relative_to(folder).as_posix()
-        if number.isdigit() and key.startswith(prefix) and file.is_file():
+        is_number = number.isascii() and number.isdigit()
+        if is_number and key.startswith(prefix) and file.is_file():
             yield UnfinishedUpload(
                 key, str(file), datetime.fromtimestamp(file.stat().st_mtime, UTC)
             )

@@ -2,7 +2,8 @@
 
 ``files.jsonl`` has a line for each file that received its final name. A file without a line does
 not belong to Millrace. A further line has the file's size, times and inode after its bytes were
-verified. While these values are the same, a few sampled segments are enough to recognise the file.
+verified. While these values are the same, they are enough to recognise the file, or a few sampled
+segments with them.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ _SAMPLED_SEGMENTS = 8  # segments of a cached file that are read again
 class CacheCheck(StrEnum):
     """Check by which a file of an earlier run is recognised."""
 
+    STAT = "stat"
     SAMPLED = "sampled"
     FULL = "full"
 
@@ -107,7 +109,7 @@ def recognise_file(
         file: File of this run with this destination.
         entries: Entries of the index for this destination, oldest first.
         catalogue: Files of this run.
-        check: Kind of the check.
+        check: Kind of the check, unless the file has its own.
 
     A file of Millrace has the size and modification time of an entry, or the recorded bytes.
 
@@ -117,6 +119,7 @@ def recognise_file(
     Raises:
         ConfigurationError: The existing file is not one of Millrace.
     """
+    check = CacheCheck(file.check) if file.check else check
     stat = path.lstat()
     plain = path.is_file() and not path.is_symlink()
     content = file.origin, file.etag, file.size
@@ -147,8 +150,9 @@ def _check_cached(
     count, same_pieces = len(recorded), entry.piece_size == catalogue.piece_size
     was_known = file.digest in {"", entry.digest}
     verified = entry.seen == read_identity(path) and was_known
-    if check is CacheCheck.SAMPLED and same_pieces and verified:
-        chosen = random.sample(range(count), min(count, _SAMPLED_SEGMENTS))
+    if check is not CacheCheck.FULL and same_pieces and verified:
+        samples = 0 if check is CacheCheck.STAT else _SAMPLED_SEGMENTS
+        chosen = random.sample(range(count), min(count, samples))
         sampled = [recorded[index] for index in chosen]
         if hash_file_segments(path, file, entry.piece_size, chosen) == sampled:
             return CachedFile(list(recorded), entry, hashed=False)

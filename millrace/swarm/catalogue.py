@@ -51,6 +51,7 @@ class File:
         links: Further destinations of the same object.
         unpack: Method of `millrace.swarm.archives.unpack`; empty for a file that is kept as it is.
         into: Folder below the root for the unpacked content.
+        check: Check of a file of an earlier run (`CacheCheck`); empty for that of the run.
     """
 
     path: str
@@ -63,6 +64,7 @@ class File:
     links: tuple[str, ...] = ()
     unpack: str = ""
     into: str = ""
+    check: str = ""
 
     @property
     def has_md5(self) -> bool:

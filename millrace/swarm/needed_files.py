@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CREDENTIALS = ("AWS_", "GOOGLE_", "R2_")  # variables of the driver that the actor gets
 _MAX_WAITING = 100  # calls of tasks that wait at once; further ones wait for these
-_ATTEMPTS = 3  # calls of an actor that has died
+_RESTARTS = 5  # of the actor, by Ray, with the calls that wait for it
 _warmed: dict[str, Path] = {}  # roots of the files that this node has, by their names
 _started: dict[str, Any] = {}  # actors by their names: Ray ends an actor without a handle
 
@@ -46,8 +46,12 @@ def needs_files(settings: PrewarmSettings | Path | str, *, name: str = "") -> "N
             the path. Decorators of one name share one run.
 
     Raises:
-        ConfigurationError: The settings have hosts instead of a Ray cluster.
+        ConfigurationError: The settings have hosts instead of a Ray cluster, or are no settings.
     """
+    if callable(settings):  # the decorator stands without a call
+        raise errors.ConfigurationError(
+            '`needs_files` takes settings: write @needs_files("prewarm.yaml") below @ray.remote.'
+        )
     return NeededFiles(settings, name=name)
 
 
@@ -70,10 +74,22 @@ class NeededFiles:
         self.name = name or get_hex(compute_digest(text.encode()))[:16]
 
     def __call__(self, target: F) -> F:
-        """Return a function, or a class of actors, that waits for the files first."""
+        """Return a function, or a class of actors, that waits for the files first.
+
+        Raises:
+            ConfigurationError: The decorator stands above `ray.remote`, or the function is async.
+        """
+        if hasattr(target, "remote") or hasattr(target, "__ray_metadata__"):
+            raise errors.ConfigurationError(
+                "`needs_files` stands above `ray.remote`: write @ray.remote in the line above it."
+            )
+        if inspect.iscoroutinefunction(target):
+            raise errors.ConfigurationError(
+                "A task of Ray is no async function: leave out `async`, or write an actor."
+            )
         if inspect.isclass(target):
             cls: Any = target
-            cls.__init__ = self._wrap(cls.__init__)
+            cls.__init__ = self._wrap(_make_python_init(cls))
             return cast("F", cls)
         return self._wrap(target)
 
@@ -98,9 +114,11 @@ class NeededFiles:
             WorkerError: The node cannot get the files.
         """
         root = _warmed.get(self.name)
-        if root is None or not root.is_dir():
-            ray = _import_connected()
-            root = _warmed[self.name] = expand_variables(self._ask_actor(ray))
+        if root is None:
+            root = self._ask_actor()
+        if not root.is_dir():
+            root = self._ask_actor(is_gone=True)
+        _warmed[self.name] = root
         return root
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,19 +147,23 @@ class NeededFiles:
 
         return cast("F", run)
 
-    def _ask_actor(self, ray: Any) -> str:
-        """Return the root of the files, as the settings name it, when this node has them."""
+    def _ask_actor(self, *, is_gone: bool = False) -> Path:
+        """Return the root of the files when this node has them.
+
+        Args:
+            is_gone: Whether the node had the files, and has them no more.
+        """
+        ray = _import_connected()
         node_id = ray.get_runtime_context().get_node_id()
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return ray.get(self._find_actor(ray).warm.remote(node_id))
-            except ray.exceptions.RayActorError as error:  # its node has died
-                if attempt == _ATTEMPTS:
-                    raise errors.WorkerError(
-                        "The actor that copies the files of this task has died: submit the task "
-                        "again."
-                    ) from error
-        raise AssertionError
+        try:
+            root = ray.get(self._find_actor(ray).warm.remote(node_id, is_gone=is_gone))
+        except ray.exceptions.RayActorError as error:
+            raise errors.WorkerError(
+                f"The actor that copies the files of this task has died, also after {_RESTARTS} "
+                "restarts: find the reason in the logs of Ray (NodeWarmer), and start the driver "
+                "again."
+            ) from error
+        return expand_variables(root)
 
     def _find_actor(self, ray: Any) -> Any:
         try:
@@ -157,11 +179,19 @@ class NeededFiles:
             "namespace": cluster.NAMESPACE,
             "get_if_exists": True,
             "max_concurrency": _MAX_WAITING,
+            "max_restarts": _RESTARTS,
+            "max_task_retries": _RESTARTS,
         }
         environment = {
             name: value for name, value in os.environ.items() if name.startswith(_CREDENTIALS)
         }
-        actor = ray.remote(NodeWarmer).options(**options).remote(self._load_settings(), environment)
+        settings = self._load_settings()
+        file = None if isinstance(self._settings, PrewarmSettings) else self._settings
+        actor = (
+            ray.remote(NodeWarmer)
+            .options(**options)
+            .remote(settings, environment, file and Path(file).absolute())
+        )
         _started[options["name"]] = actor
         return actor
 
@@ -176,9 +206,7 @@ class NeededFiles:
             )
         if isinstance(self._settings, PrewarmSettings):
             return self._settings
-        settings = load_settings(Path(self._settings), PrewarmSettings)
-        _check_nodes(settings)
-        return settings
+        return _load_file(Path(self._settings).absolute())
 
 
 class NodeWarmer:
@@ -188,17 +216,26 @@ class NodeWarmer:
         settings: Settings of the prewarm.
         environment: Variables of the driver with credentials for stores. Ray starts actors in the
             environment of their node.
+        file: File of the settings. It is read again for a later run if it was changed.
     """
 
-    def __init__(self, settings: PrewarmSettings, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: PrewarmSettings, environment: Mapping[str, str], file: Path | None = None
+    ) -> None:
         os.environ.update(environment)
         self._settings, self._lock = settings, threading.Lock()
+        self._file = file
+        self._changed: int | None = _find_change(file)
         self._reasons: dict[str, str] = {}  # by node; empty if the node has the files
         self._runs = 0  # that have ended
         self._error: Exception | None = None
 
-    def warm(self, node_id: str) -> str:
+    def warm(self, node_id: str, *, is_gone: bool = False) -> str:
         """Wait until a node has the files, and return the root of the settings.
+
+        Args:
+            node_id: Identity of the node in the cluster.
+            is_gone: Whether the node had the files, and has them no more.
 
         Raises:
             MillraceError: The files cannot be copied, as `prewarm` says.
@@ -206,6 +243,8 @@ class NodeWarmer:
         """
         seen = self._runs
         with self._lock:
+            if is_gone and self._runs == seen:
+                self._reasons.pop(node_id, None)
             if self._reasons.get(node_id) != "":
                 if self._runs > seen and self._error is not None:
                     raise self._error  # of the run that this call has waited for
@@ -219,6 +258,9 @@ class NodeWarmer:
     def _run(self) -> None:
         self._error = None
         try:
+            changed = _find_change(self._file)
+            if self._file is not None and changed != self._changed:
+                self._settings, self._changed = _load_file(self._file), changed
             report = prewarm(self._settings)
         except Exception as error:
             self._error = error
@@ -226,6 +268,32 @@ class NodeWarmer:
         finally:
             self._runs += 1
         self._reasons = {node.id: "" if node.ready else node.reason for node in report.nodes}
+
+
+def _load_file(file: Path) -> PrewarmSettings:
+    settings = load_settings(file, PrewarmSettings)
+    _check_nodes(settings)
+    return settings
+
+
+def _find_change(file: Path | None) -> int | None:
+    """Return the time in ns when a file was changed; None if there is none."""
+    try:
+        return None if file is None else file.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _make_python_init(cls: Any) -> Callable[..., None]:
+    """Return the ``__init__`` of a class as a function of Python, which Ray needs."""
+    init = cls.__init__
+    if inspect.isfunction(init):
+        return init
+
+    def run(actor: Any, *args: Any, **kwargs: Any) -> None:
+        init(actor, *args, **kwargs)
+
+    return run
 
 
 def _check_nodes(settings: PrewarmSettings) -> None:

@@ -1,5 +1,6 @@
 """Agents of a run: the run starts them on the nodes of a Ray cluster, or uses those of hosts."""
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -17,6 +18,8 @@ from millrace.swarm.settings import Hosts, RayNodes
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+log = logging.getLogger(__name__)
 
 TOO_LATE = "its agent had not started when the other nodes were ready"
 _WATCH_INTERVAL = 1.0  # seconds between two listings of the nodes of the cluster
@@ -136,7 +139,10 @@ class _RayAgents:
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_INTERVAL):
-            self._start_missing()
+            try:
+                self._start_missing()
+            except Exception as error:  # noqa: BLE001 - the next look may succeed
+                log.warning("The nodes of the cluster cannot be listed: %s", format_error(error))
 
     def _start(self, node: dict[str, Any]) -> None:
         node_id, name = node["NodeID"], cluster.make_node_name(node)

@@ -31,7 +31,7 @@ from millrace.swarm.heads import (
     parse_response,
 )
 
-VERSION = 5
+VERSION = 6
 """Version of the protocol and its messages. Drivers and agents of different versions refuse each
 other."""
 

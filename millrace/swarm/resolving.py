@@ -112,8 +112,9 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
                 files[file.origin], objects[file.origin] = file, found
             elif replace(first, path=file.path, links=()) != file:
                 raise errors.ConfigurationError(
-                    f"{file.origin} is requested twice, with different mode, owner, digest or "
-                    "unpacking. It is one file with two names: request both with the same values."
+                    f"{file.origin} is requested twice, with different mode, owner, digest, "
+                    "unpacking or check. It is one file with two names: request both with the same "
+                    "values."
                 )
             elif file.path not in {first.path, *first.links}:
                 files[file.origin] = replace(first, links=(*first.links, file.path))
@@ -292,6 +293,7 @@ def _make_file(request: Request, store: Store, stat: Stat, destination: str) -> 
         digest=digest,
         mode=request.mode,
         owner=request.owner,
+        check=request.check or "",
     )
 
 

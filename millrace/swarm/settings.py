@@ -74,6 +74,12 @@ class Request(_Settings):
     owner: tuple[int, int] | None = Field(
         default=None, description="User id and group id of the files. Needs root."
     )
+    check: CacheCheck | None = Field(
+        title="Check of present files",
+        default=None,
+        description="Check of files of this request from an earlier run; by default that of all "
+        "requests.",
+    )
     sha256: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
@@ -239,8 +245,9 @@ class PrewarmOptions(_Settings):
     check: CacheCheck = Field(
         title="Check of present files",
         default=CacheCheck.SAMPLED,
-        description="Check of files from an earlier run: by `sampled` digests, or by the digests "
-        "of all bytes (`full`).",
+        description="Check of files from an earlier run: by the digests of all bytes (`full`), of "
+        "some of them (`sampled`), or by size, times and inode alone (`stat`). A file that was "
+        "touched since is always read wholly.",
     )
     piece_size: Size | None = Field(
         default=None,
@@ -258,7 +265,7 @@ class PrewarmOptions(_Settings):
         description="Least share of the nodes that must live. With fewer nodes, the run fails.",
     )
     start_timeout: Duration = Field(
-        default=timedelta(seconds=30),
+        default=timedelta(minutes=2),
         description="Longest time that nodes check their own files before the others begin "
         "without them. Hosts that do not answer within this time are left out.",
     )

@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,11 @@ class Targets:
         name = hashlib.sha256(file.path.encode()).hexdigest()[:16]
         content = compute_object_id(file)
         return Target(file, final, folder / f".{name}.{content}.part", folder, content)
+
+    def iterate_paths(self, target: Target) -> Iterator[tuple[str, Path]]:
+        """Yield the destinations of a file, each with its path."""
+        for name in (target.file.path, *target.file.links):
+            yield name, self._root / name
 
     def check_space(self, targets: Iterable[Target]) -> None:
         """Check that the disk has space for the files without a partial file.
@@ -219,8 +224,13 @@ class Targets:
         self._created.add(target.partial)
         target.partial.chmod(target.file.mode | _NEEDED_MODE)
 
-    def link(self, target: Target) -> None:
+    def link(self, target: Target, existing: Mapping[str, tuple[int, ...] | None]) -> None:
         """Create the further destinations of a file: hard links, or copies if links are impossible.
+
+        Args:
+            target: Paths of the file.
+            existing: Files of Millrace that the run has found at these destinations: the identity
+                of a file that is replaced (`read_identity`); None for a file that is right.
 
         Raises:
             ConfigurationError: Another file is at a destination.
@@ -228,16 +238,27 @@ class Targets:
         for name in target.file.links:
             link = self._root / name
             self.make_folder(link.parent)
-            if os.path.lexists(link):
-                if link.is_file() and link.samefile(target.final):
-                    continue
-                raise ConfigurationError(
-                    f"{link} exists, and is another file. It was not changed: move it away."
-                )
+            identity = existing.get(name)
+            is_right = name in existing and identity is None
+            if os.path.lexists(link) and (is_right or _is_same(link, target.final)):
+                continue
+            hashed = hashlib.sha256(name.encode()).hexdigest()[:16]
+            partial = link.with_name(f".{hashed}.{target.object}.part")
+            partial.unlink(missing_ok=True)  # of a killed run
             try:
-                os.link(target.final, link)
+                os.link(target.final, partial)
             except OSError:
-                shutil.copy2(target.final, link)
+                shutil.copy2(target.final, partial)
+                sync(partial)
+            try:
+                _place(partial, link, identity)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+
+def _is_same(link: Path, final: Path) -> bool:
+    return link.is_file() and not link.is_symlink() and link.samefile(final)
 
 
 def _place(source: Path, final: Path, existing: tuple[int, ...] | None) -> None:

@@ -1,9 +1,10 @@
 """Google Cloud Storage's XML API, as much of it as obstore's ``GCSStore`` speaks.
 
-A process of its own, in memory, on 127.0.0.1, without any authentication. Objects (whole, ranges,
-conditions on the ETag and the generation), listings, multipart uploads and copies; permissions that
-can be denied, and asked for by the JSON API. Source: "XML API" and "Buckets: testIamPermissions" of
-the Cloud Storage documentation, and the ``object_store`` crate's ``gcp`` module.
+A process of its own, in memory, on 127.0.0.1. It asks for no authentication until a service account
+is made. Objects (whole, ranges, conditions on the ETag and the generation), listings, multipart
+uploads and copies; permissions that can be denied, and asked for by the JSON API. Source: "XML API"
+and "Buckets: testIamPermissions" of the Cloud Storage documentation, and the ``object_store``
+crate's ``gcp`` module.
 
 ``python -m millrace.testing.gcs --bucket NAME`` runs one.
 """
@@ -30,6 +31,7 @@ from xml.sax.saxutils import escape
 
 from aiohttp import web
 
+from millrace.testing.google_tokens import GoogleAuthority, UnauthorizedError, make_key
 from millrace.testing.process import Child, start_module
 
 __all__ = ["GCSRequestRecord", "GCSServer"]
@@ -39,6 +41,8 @@ PAGE = 1000
 REMEMBERED_REQUESTS = 100_000
 CONTROL = "/-/requests"
 DENIED = "/-/denied"
+AUTHORITY = "/-/authority"
+GRANTS = frozenset({"/token", "/v1/token"})
 TEST_PERMISSIONS = re.compile(r"/storage/v1/b/([^/]+)/iam/testPermissions")
 STORED_HEADERS = frozenset(
     {
@@ -138,6 +142,19 @@ class GCSServer:
         with contextlib.closing(_local.open(request)):
             pass
 
+    def create_service_account(self, name: str = "one@project.example") -> str:
+        """Make a service account, and return its key as JSON. From now on requests need a token."""
+        key, public_key = make_key(name, self.endpoint)
+        self.configure_tokens(account=name, public_key=public_key)
+        return json.dumps(key)
+
+    def configure_tokens(self, **settings: Any) -> None:
+        """Set the ``lifetime`` of new tokens in seconds, or end all tokens: ``revoke=True``."""
+        body = json.dumps(settings).encode()
+        request = Request(self.endpoint + AUTHORITY, data=body, method="PUT")
+        with contextlib.closing(_local.open(request)):
+            pass
+
     def list_requests(self) -> list[GCSRequestRecord]:
         """Return the last 100,000 requests, in the order of their arrival."""
         with contextlib.closing(_local.open(self.endpoint + CONTROL)) as answer:
@@ -196,6 +213,7 @@ class _GCSApplication:
         self.buckets = {name: _Bucket() for name in buckets}
         self.page = page
         self.denied: set[str] = set()
+        self.authority = GoogleAuthority()
         self.seen: deque[_Seen] = deque(maxlen=REMEMBERED_REQUESTS)
         self.generations = itertools.count(int(time.time() * 1e6))
 
@@ -211,6 +229,11 @@ class _GCSApplication:
         if request.raw_path == DENIED:
             self.denied = set(json.loads(body))
             return web.Response()
+        if request.raw_path == AUTHORITY:
+            self.authority.configure(json.loads(body))
+            return web.Response()
+        if request.raw_path in GRANTS:
+            return self.authority.grant(request.raw_path, body)
         seen.received = len(body)
         try:
             answer = self._answer(request, body)
@@ -236,7 +259,7 @@ class _GCSApplication:
         if bucket is None:
             raise _Error(404, "NoSuchBucket")
         query = request.query
-        self._check_allowed(request, bucket, key)
+        self._check_allowed(request, name, bucket, key)
         match request.method:
             case "GET" if not key:
                 answer = self._list(bucket, dict(query))
@@ -265,9 +288,22 @@ class _GCSApplication:
         allowed = set(request.query.getall("permissions", [])) - self.denied
         return web.json_response({"permissions": sorted(allowed)} if allowed else {})
 
-    def _check_allowed(self, request: web.BaseRequest, bucket: _Bucket, key: str) -> None:
-        if self.denied & _needed(request, bucket, key):
+    def _check_allowed(
+        self, request: web.BaseRequest, name: str, bucket: _Bucket, key: str
+    ) -> None:
+        needed = _needed(request, bucket, key)
+        if self.denied & needed:
             raise _Error(403, "AccessDenied")
+        if not self.authority.is_asked:
+            return
+        try:
+            rules = self.authority.find_rules(request)
+        except UnauthorizedError:
+            raise _Error(401, "AuthenticationRequired") from None
+        prefix = request.query.get("prefix", "")
+        for permission in needed if rules is not None else ():
+            if not any(rule.allows(permission, name, key, prefix) for rule in rules or ()):
+                raise _Error(403, "AccessDenied")
 
     def _store(
         self, bucket: _Bucket, key: str, data: bytes, headers: dict[str, str], etag: str = ""

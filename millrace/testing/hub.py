@@ -2,8 +2,9 @@
 
 A process of its own, in memory, on 127.0.0.1. Repositories of models and datasets, with branches
 and commits (``parentCommit``), uploads by Git LFS (held to their SHA-256), trees, downloads with
-ranges. Two tokens: one may write, the other only read. Source: the requests of the package
-``huggingface_hub``, and "Hub API Endpoints" of the Hub's documentation.
+ranges. A ``.gitignore`` names files that clients leave out. Two tokens: one may write, the other
+only read. Source: the requests of the package ``huggingface_hub``, and "Hub API Endpoints" of the
+Hub's documentation.
 
 Xet, by which ``huggingface_hub`` moves large files if it may: this server gives out the tokens,
 and names a folder of the repository as the storage (``local://``). The package ``hf_xet`` of the
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -441,14 +443,16 @@ class _HubApplication:
         return web.json_response({})
 
     async def preupload(self, request: web.Request) -> web.Response:
-        self._repo(request, write=True)
+        repo, body = self._repo(request, write=True), await request.json()
+        here = repo.at(unquote(request.match_info["revision"])).files.get(".gitignore")
+        rules = body.get("gitIgnore") or (here.content.decode() if here else "")
         files = [
             {
                 "path": one["path"],
                 "uploadMode": "lfs" if _by_lfs(one["path"], one["size"]) else "regular",
-                "shouldIgnore": False,
+                "shouldIgnore": _is_ignored(one["path"], rules),
             }
-            for one in (await request.json())["files"]
+            for one in body["files"]
         ]
         return web.json_response({"files": files})
 
@@ -650,6 +654,11 @@ async def _cut(
 
 def _flip_bit(body: bytes, index: int) -> bytes:
     return body[:index] + bytes([body[index] ^ 1]) + body[index + 1 :]
+
+
+def _is_ignored(path: str, rules: str) -> bool:
+    """Decide whether a rule of a ``.gitignore`` names a file: patterns of names only."""
+    return any(fnmatch.fnmatch(path.rpartition("/")[2], rule) for rule in rules.splitlines())
 
 
 def _by_lfs(path: str, size: int) -> bool:

@@ -64,7 +64,7 @@ def test_help_names_every_command(run):
             "index",
         ],
         "swarm": ["prewarm", "node"],
-        "checkpoint": ["list", "verify", "save", "retain", "probe", "cooldown"],
+        "checkpoint": ["list", "verify", "save", "import", "retain", "probe", "cooldown"],
         "gradient": ["aggregate", "catch-up", "import", "key", "roster", "score", "standings"],
         "machine": ["offers", "rent", "list", "release", "reap"],
         "bucket": ["audit", "clean", "wipe", "abort-uploads"],

@@ -6,6 +6,7 @@ import secrets
 import shutil
 import ssl
 import sysconfig
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,22 @@ from click.testing import CliRunner
 from pydantic import SecretStr
 from tokenizers import Tokenizer
 
-from millrace import errors
+from millrace import errors, rented_sharding
 from millrace.cli import main
 from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
 from millrace.progress import Event
 from millrace.rentals import RentalSettings
-from millrace.rentals.machine_environment import make_environment
-from millrace.rentals.messages import GuestConfig, make_program_environment
+from millrace.rentals.progress_events import MachineReady, MachineReleased
 from millrace.rented_sharding import VastSettings, make_sharding_rental, run_pipeline
+from millrace.schemas.rental import ReleaseReason
 from millrace.settings import load_settings
 from millrace.storage import Right, StoreSpec, open_store, put
 from millrace.storage import read as read_object
 from millrace.testing.rgw import RGW
 from millrace.testing.tls import make_certificates
 from millrace.testing.vast import VastServer
-from tests.support.rentals.parts import HOUR, START, make_attempt
+from tests.support.rentals.parts import HOUR, START, make_attempt, receive_program
 from tests.support.transforms import train_tokenizer
 from tests.support.web import Site, serve
 
@@ -144,14 +145,7 @@ def test_a_run_on_a_ray_cluster_is_not_rented() -> None:
 
 def receive(rent: RentalSettings, folder: Path) -> tuple[str, PipelineSettings]:
     """Receive settings and files as a machine does; return the text, and the settings it loads."""
-    store = open_store(rent.store)
-    attempt = make_attempt(deadline=START + HOUR)
-    sent = make_environment(store, rent, attempt, vast_url="https://x")
-    environment = make_program_environment({}, GuestConfig.from_environment(sent))
-    for name, text in rent.program.files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    environment = receive_program(rent, folder, make_attempt(deadline=START + HOUR))
     path = folder / rent.program.command[-1]
     return path.read_text(), load_settings(path, PipelineSettings, environment)
 
@@ -162,7 +156,8 @@ def test_machines_shard_from_a_web_server_with_a_token_and_with_the_files_of_tra
     code = tmp_path / "code"
     code.mkdir()
     (code / "clean.py").write_text(
-        "def clean(sample):\n    return {**sample, 'txt': sample['txt'].upper()}\n"
+        "def clean(sample):\n    slot = ''\n"
+        "    return {**sample, 'txt': f\"{slot}{sample['txt'].upper()}\"}\n"
     )
     (code / "tokenizer.json").write_bytes(train_tokenizer())
     transforms = [
@@ -170,11 +165,11 @@ def test_machines_shard_from_a_web_server_with_a_token_and_with_the_files_of_tra
         {"kind": "tokenize", "tokenizer": f"{code}/tokenizer.json"},
     ]
     with serve(Site(token="Bearer of secrets")) as site:
-        site.files = {"/data/a.jsonl": b'{"text": "one"}\n{"text": "two"}\n'}
+        site.files = {"/data/a.jsonl": b'{"${text}": "one"}\n{"${text}": "two"}\n'}
         source = {
             "url": f"{site.url}/data",
             "paths": ["a.jsonl"],
-            "columns": {"txt": "text"},
+            "columns": {"txt": "${text}"},
             "allow_private": True,
             "options": {"Authorization": "Bearer of secrets"},
         }
@@ -424,6 +419,27 @@ def test_programs_that_end_without_the_dataset_are_an_error(
     with pytest.raises(errors.MachineError, match="words is not complete: check `repo_url`"):
         run_pipeline(path, use_vast=True)
     assert (vast.list_alive(), len(vast.list_machines())) == ([], 1)
+    vast.reset()
+
+
+def test_a_program_that_hangs_after_the_dataset_is_complete_is_not_waited_for(
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rented_sharding, "_EXIT_TIMEOUT", timedelta(0))
+    path, data = write_rented_dataset(vast, repository, tmp_path, rate=100.0, real=False)
+    here = PipelineSettings.model_validate({name: data[name] for name in data if name != "vast"})
+    events: list[Event] = []
+
+    def complete_dataset(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, MachineReady):
+            shard_dataset(here)
+
+    report = run_pipeline(path, use_vast=True, progress=complete_dataset)
+    assert report.samples == 500
+    (released,) = (one for one in events if isinstance(one, MachineReleased))
+    assert released.reason is ReleaseReason.UNNEEDED
+    assert vast.list_alive() == []
     vast.reset()
 
 

@@ -55,6 +55,7 @@ class S3Endpoint:
         refusals: Answers to the next requests.
         lost: Number of PUTs that are still to be done without an answer.
         has_create: Whether the endpoint heeds ``If-None-Match``.
+        etag: ETag of every object; empty for none. The endpoint ignores ``If-Match``.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,6 +65,7 @@ class S3Endpoint:
         self.refusals = list[Refusal]()
         self.lost = 0
         self.has_create = True
+        self.etag = '"1"'
 
     def open(self, *, path: str = "", retry_timeout: timedelta = timedelta(minutes=1)) -> Store:
         """Return a store at this endpoint, with a path after its host."""
@@ -135,9 +137,18 @@ def serve_s3() -> Iterator[S3Endpoint]:
                 self.close_connection = True
                 return
             status, body = answer
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("range", ""))
+            shown = ""
+            if asked and status == 200:
+                first, size = int(asked[1]), len(body)
+                status, body = 206, body[first : int(asked[2]) + 1]
+                shown = f"bytes {first}-{first + len(body) - 1}/{size}"
             self.send_response(status)
+            if shown:
+                self.send_header("Content-Range", shown)
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("ETag", '"1"')
+            if endpoint.etag:
+                self.send_header("ETag", endpoint.etag)
             self.send_header("Last-Modified", _MODIFIED)
             self.end_headers()
             if self.command != "HEAD":

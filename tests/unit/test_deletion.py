@@ -90,7 +90,7 @@ def _split(key: str) -> tuple[str, int]:
 def test_only_the_uploads_that_were_found_are_aborted(tmp_path):
     store = open_store(tmp_path.as_uri())
     (tmp_path / "found#1").write_bytes(b"half")
-    clock = StoreClock.read(store, "", Holder.describe_this_process())
+    clock = StoreClock.read(store, "run", Holder.describe_this_process())
     found = find_stale_uploads(store, clock.now())
     (tmp_path / "later#1").write_bytes(b"half")
     assert [(one.key, one.size) for one in found.uploads] == [("found", 4)]

@@ -29,6 +29,7 @@ from millrace.lease import (
     acquire,
     find_holder,
 )
+from millrace.processes import read_start_time
 from millrace.storage import Store, list_fairly, list_objects, open_store, put
 
 TTL = timedelta(seconds=30)
@@ -106,6 +107,19 @@ def test_a_neighbour_that_died_is_followed_at_once(store, clock):
     assert not Holder.describe_this_process().is_known_dead
     acquire(store, KEYS, dead, TTL, clock)
     assert isinstance(acquire(store, KEYS, Holder.describe_this_process(), TTL, clock), Lease)
+
+
+def test_a_live_process_that_the_system_hides_is_not_known_dead(monkeypatch):
+    """As those of other users are with `hidepid`."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        live = Holder.describe_this_process()
+        hidden = live.model_copy(update={"pid": child.pid, "started": read_start_time(child.pid)})
+        assert not hidden.is_known_dead
+        assert hidden.model_copy(update={"started": "1"}).is_known_dead
+        monkeypatch.setattr("millrace.processes._read_stat", lambda _pid: None)
+        assert not hidden.is_known_dead
+    assert hidden.is_known_dead
+    assert live.model_copy(update={"pid": 1 << 70}).is_known_dead
 
 
 def test_leaving_the_heartbeat_gives_back_what_is_held(store, clock):

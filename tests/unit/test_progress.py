@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import millrace
-from millrace.progress import Event, serialize_events
+from millrace.progress import Event, serialize_events, shield_progress
 
 MODULES = [
     module.name
@@ -44,9 +44,9 @@ def test_an_event_is_frozen_and_describes_each_field(event_class: type[Event]) -
     assert re.fullmatch(r"[a-z]+\.[a-z]+", event_class.kind)
     assert event_class.__dataclass_params__.frozen
     assert "__slots__" in vars(event_class)
-    text = " ".join(str(one.__doc__) for one in event_class.__mro__[:-1])
+    text = "\n".join(inspect.cleandoc(str(one.__doc__)) for one in event_class.__mro__[:-1])
     for field in dataclasses.fields(event_class):
-        assert re.search(rf"^        {field.name}: ", text, re.MULTILINE), field.name
+        assert re.search(rf"^    {field.name}: ", text, re.MULTILINE), field.name
 
 
 def test_events_of_several_threads_are_passed_on_one_at_a_time() -> None:
@@ -63,3 +63,21 @@ def test_events_of_several_threads_are_passed_on_one_at_a_time() -> None:
         for _ in pool.map(lambda _: progress(Event()), range(1000)):
             pass
     assert count == 1000
+
+
+def test_a_receiver_that_fails_is_logged_once_and_gets_the_next_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[Event] = []
+
+    def fail(event: Event) -> None:
+        told.append(event)
+        raise BrokenPipeError
+
+    progress = shield_progress(fail)
+    progress(Event())
+    progress(Event())
+    assert len(told) == 2
+    assert [one.message for one in caplog.records] == [
+        "The progress cannot be shown. The work goes on."
+    ]

@@ -3,13 +3,14 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
+from typing import Annotated
 
 import click
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ByteSize, SecretStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, Field, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
 from millrace.checkpoints import MemberSettings
@@ -19,7 +20,15 @@ from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
 from millrace.gradients import AggregatorSettings
-from millrace.settings import Duration, Size, load_settings, read_settings_file
+from millrace.settings import (
+    Duration,
+    Size,
+    escape_variables,
+    fill_variables,
+    load_settings,
+    read_settings_file,
+    validate_settings,
+)
 from millrace.settings_values import write_duration
 from millrace.storage import StoreSpec
 
@@ -61,6 +70,13 @@ def test_variables_are_filled_in_after_parsing(name, text, tmp_path):
     assert model.size == 7
     assert model.inner.key.get_secret_value() == "se: cret\n# x"
     assert model.inner.names == ["a-se: cret\n# x", "${KEY}", "none"]
+
+
+@given(st.text("${X}:-1"))
+@example("echo ${HOME} $${X} $$${X} ${1} ${#X} ${X:-${X}}")
+def test_an_escaped_text_is_read_as_it_was(text):
+    written = {"names": [text], "inner": {"key": text}, "size": 1}
+    assert fill_variables(escape_variables(written), {"X": "filled"}) == (written, [])
 
 
 def test_every_missing_variable_is_named_with_its_file_and_line(tmp_path):
@@ -184,7 +200,9 @@ def test_a_folder_in_place_of_a_file_is_said(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(errors.ConfigurationError, match="millrace init"):
+    with pytest.raises(errors.ConfigurationError, match="`millrace init` writes one"):
+        load_settings(tmp_path / "none.yaml", Model, template="millrace init")
+    with pytest.raises(errors.ConfigurationError, match=r"none\.yaml\. Correct the path"):
         load_settings(tmp_path / "none.yaml", Model)
 
 
@@ -219,6 +237,7 @@ def test_a_bare_number_is_no_duration(value):
     [
         (0, "0s"), (90, "90s"), (1200, "20m"), (86400, "1d"), (1_234_567, "1234567s"),
         (0.05, "0.05s"), (90.123457, "90.123457s"), (100 * 86400, "100d"), (-90, "-P0DT90S"),
+        (14 * 86400, "2w"),
     ],
 )  # fmt: skip
 def test_a_duration_is_written_with_all_digits(seconds, text):
@@ -437,3 +456,43 @@ def test_a_setting_that_this_version_does_not_have_is_a_sentence(tmp_path):
         refused.value
     )
     assert "Extra inputs" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("1h", "older_than: Input should be less than or equal to 5m"),
+        ("0s", "older_than: Input should be greater than or equal to 1s"),
+    ],
+)
+def test_a_limit_of_a_duration_is_shown_as_a_duration(value, said):
+    with pytest.raises(errors.ConfigurationError, match=said):
+        validate_settings(
+            _Limited, {"older_than": value, "rules": [{"name": "a"}]}, source="a.yaml"
+        )
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([], "a.yaml: rules: write at least 1 item."),
+        ("x", "a.yaml: rules: write a list: [FIRST, SECOND]."),
+        (["x"], "a.yaml: rules.0: write settings by name: {NAME: VALUE}."),
+        ([{"name": []}], "a.yaml: rules.0.name: Input should be a valid string."),
+    ],
+)
+def test_one_fault_of_a_list_is_one_fault_in_the_words_of_a_file(rules, said):
+    with pytest.raises(errors.ConfigurationError) as refused:
+        validate_settings(_Limited, {"rules": rules}, source="a.yaml")
+    assert str(refused.value) == said
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Limited(BaseModel):
+    older_than: Annotated[Duration, Field(ge=timedelta(seconds=1), le=timedelta(minutes=5))] = (
+        timedelta(minutes=1)
+    )
+    rules: tuple[_Named, ...] = Field(min_length=1)

@@ -6,55 +6,48 @@ import yaml
 
 from millrace.campaigns.worker.settings import NODE_PORT, SharedWorkerSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.rentals import CodeRepository, Program, StorageGrant, make_store_settings
-from millrace.rentals.messages import make_credential_variables
+from millrace.rentals import (
+    CodeRepository,
+    Program,
+    StorageGrant,
+    describe_granted,
+    make_access_variables,
+    make_store_settings,
+)
+from millrace.rentals.messages import SLOT_VARIABLE
+from millrace.settings import escape_variables
 from millrace.storage import Right, StoreSpec
 
 _SETTINGS_FILE = "millrace-worker.yaml"
 
 
 def render_worker_settings(
-    shared: SharedWorkerSettings, store: StoreSpec, number: int | str
+    shared: SharedWorkerSettings, read_spec: StoreSpec, write_spec: StoreSpec, number: int | str
 ) -> str:
     """Return the settings of a worker, as YAML; its credentials are in its environment.
 
     Args:
         shared: Settings that all workers of the campaign share.
-        store: Store of the campaign.
-        number: Number of the worker; ``{slot}`` is filled in on a rented machine.
+        read_spec: Store of the campaign, with read credentials.
+        write_spec: Store of the campaign, with write credentials.
+        number: Number of the worker, or a variable that the worker's environment has.
     """
-    shared_fields = {
-        **shared.model_dump(mode="json"),
-        "uid": CampaignKeys(shared.campaign).make_uid(number),
-    }
-    settings: dict[str, Any] = _escape_settings(shared_fields, number)
-    settings |= {"number": number}
+    settings: dict[str, Any] = escape_variables(shared.model_dump(mode="json"))
     settings |= {
-        "read_store": make_store_settings(store, Right.READ),
-        "write_store": make_store_settings(store, Right.WRITE),
+        "command": [word.replace("{slot}", str(number)) for word in settings["command"]],
+        "uid": CampaignKeys(shared.campaign).make_uid(number),
+        "number": number,
+        "read_store": make_store_settings(read_spec, Right.READ),
+        "write_store": make_store_settings(write_spec, Right.WRITE),
     }
     return yaml.safe_dump(settings, sort_keys=False)
-
-
-def _escape_settings(value: Any, number: int | str) -> Any:
-    """Escape variables in settings, and fill in the worker's number."""
-    match value:
-        case str():
-            return value.replace("${", "$${").replace("{slot}", str(number))
-        case dict():
-            return {name: _escape_settings(each, number) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
-        case list():
-            return [_escape_settings(each, number) for each in value]  # pyright: ignore[reportUnknownVariableType]
-        case _:
-            return value
 
 
 def make_worker_environment(read_spec: StoreSpec, write_spec: StoreSpec) -> dict[str, str]:
     """Return the variables that `render_worker_settings` refers to, for a local worker."""
     variables = {"MILLRACE_STORE": write_spec.url}
     for right, spec in ((Right.READ, read_spec), (Right.WRITE, write_spec)):
-        if spec.credentials is not None:
-            variables |= make_credential_variables(f"MILLRACE_{right.upper()}", spec.credentials)
+        variables |= make_access_variables(spec, f"MILLRACE_{right.upper()}")
     return variables
 
 
@@ -66,6 +59,7 @@ def make_training_program(
     Each machine writes its gradients, votes and checkpoint files below its own prefixes only.
     """
     keys = CampaignKeys(shared.campaign)
+    granted, slot = describe_granted(store), f"${{{SLOT_VARIABLE}}}"
     program = Program(
         repo_url=repository.repo_url,
         repo_ref=repository.repo_ref,
@@ -73,7 +67,7 @@ def make_training_program(
         image=repository.image,
         workdir=repository.workdir,
         command=("millrace", "campaign", "worker", _SETTINGS_FILE),
-        files={_SETTINGS_FILE: render_worker_settings(shared, store, "{slot}")},
+        files={_SETTINGS_FILE: render_worker_settings(shared, granted, granted, slot)},
         ports=(NODE_PORT,) if shared.prewarm_timeout else (),
     )
     read_prefixes = keys.list_read_prefixes()

@@ -77,6 +77,11 @@ class CheckpointUpload:
         """Error that stopped the upload; None without one."""
         return self._files.error
 
+    @property
+    def advances(self) -> int:
+        """Number that grows with each file that is stored or verified by any member."""
+        return self._files.advances
+
     def start(self, uploaders: Sequence[str]) -> None:
         """Begin to upload, if this member is an uploader and has not begun.
 

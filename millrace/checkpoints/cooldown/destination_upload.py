@@ -56,12 +56,18 @@ class DestinationUpload:
         self._stopped = threading.Event()
         self._saved: Checkpoint | None = None
         self._sent = 0
+        self._stored = 0
         self.error: errors.MillraceError | None = None
 
     @property
     def has_begun(self) -> bool:
         """True if this member has begun to upload."""
         return self._thread is not None
+
+    @property
+    def advances(self) -> int:
+        """Number of files that this member has stored."""
+        return self._stored
 
     def start(self, uploaders: Sequence[str]) -> None:
         """Begin to upload, if it is this member's turn and it has not begun.
@@ -137,6 +143,7 @@ class DestinationUpload:
     def _count_bytes(self, event: Event) -> None:
         if isinstance(event, PartStored):
             self._sent += event.sent
+            self._stored += 1
         self._progress(event)
 
     def _read_unless_stopped(self, number: int) -> PartContent:

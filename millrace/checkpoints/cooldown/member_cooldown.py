@@ -1,7 +1,9 @@
 """Steps of one member at the end of an epoch: agree, upload, commit, or go on without."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
+from millrace import errors
 from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.agreement import Agreement
 from millrace.checkpoints.cooldown.checkpoint_upload import CheckpointUpload
@@ -22,6 +24,7 @@ from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, EpochRecord
 from millrace.storage import Store
 
 _BACKGROUND_REASON = "The epoch was over."
+_LEAST_BACKGROUND_TIMEOUT = timedelta(minutes=5)
 
 
 class MemberCooldown:
@@ -75,6 +78,8 @@ class MemberCooldown:
         self._deadline = Deadline(settings.time, settings.extensions)
         self._late = LateVoting(membership, reads, self._view, settings, progress=progress)
         self._epoch: EpochRecord | None = None
+        self._background: Deadline | None = None
+        self._seen: tuple[bool, int] | None = None
         self.is_in_background = False
 
     def poll(self) -> EpochResult | None:
@@ -92,7 +97,9 @@ class MemberCooldown:
             finished = self._advance_upload()
             if finished is not None:
                 return finished
-        if not self.is_in_background and self._deadline.is_over:
+        if self.is_in_background:
+            self._require_progress()
+        elif self._deadline.is_over:
             return self._handle_timeout()
         return None
 
@@ -100,6 +107,30 @@ class MemberCooldown:
         """Return a result of this member, with the current counts."""
         seconds = round(self._deadline.elapsed, 3)
         return self.upload.add_counts(EpochResult(outcome, reason, self._epoch, seconds=seconds))
+
+    def _require_progress(self) -> None:
+        """Let the upload in the background fail if nothing has advanced for the whole time limit.
+
+        Raises:
+            MillraceError: It failed.
+        """
+        seen = (self._agreement.is_reached, self.upload.advances)
+        settings, roster = self._settings, self._view.roster
+        limit = max(settings.time * (settings.extensions + 1), _LEAST_BACKGROUND_TIMEOUT)
+        if self._background is None or seen != self._seen:
+            self._background, self._seen = Deadline(limit, 0), seen
+        elif self._background.is_over:
+            silent = {*roster.members} & self._view.living - self._view.tally.votes.keys()
+            reason = (
+                "no further file was stored"
+                if self._agreement.is_reached
+                else f"{', '.join(sorted(silent))} did not vote"
+            )
+            raise errors.MillraceError(
+                f"Epoch {roster.epoch} has no checkpoint, and its upload in the background has "
+                f"ended, since {reason} for {limit.total_seconds():g} s. Find out why, and end "
+                "the next epoch."
+            )
 
     def _advance_upload(self) -> EpochResult | None:
         uploaders = self._uploaders.select()

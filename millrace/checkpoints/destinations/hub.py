@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -167,13 +167,14 @@ class HubDestination:
                 deadline = self._client.compute_deadline()  # the upload may have taken hours
                 continue
             try:
-                self._client.commit_once(key, added, f"{job}: step {checkpoint.step}", head)
+                made = self._client.commit_once(key, added, f"{job}: step {checkpoint.step}", head)
             except (errors.ChangedError, errors.UnavailableError):
                 # Another commit came first, or the answer was lost.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(random.uniform(0, _RETRY_PAUSE))
                 continue
+            self._check_commit(record, added, made)
             progress(CheckpointSaved(key=key, size=content.size))
             return record
 
@@ -196,6 +197,29 @@ class HubDestination:
             check_sample(url, self._client.download(key, made, SAMPLE_SIZE), other)
             commit(CommitOperationDelete(key))
         return rate
+
+    def _check_commit(
+        self, record: Checkpoint, added: Iterable[CommitOperationAdd], commit: str
+    ) -> None:
+        """List the files of a commit.
+
+        Raises:
+            CorruptError: The commit lacks a file of the checkpoint, or has it with another size.
+        """
+        keys = CheckpointKeys(record.job)
+        sizes = {one.path_in_repo: one.upload_info.size for one in added}
+        sizes |= {keys.make_part_key(part.step, part.digest): part.size for part in record.parts}
+        folder = keys.make_folder_prefix(record.step)
+        there = self._client.list_files(folder, commit)
+        missing = [
+            key for key, size in sizes.items() if key not in there or there[key].size != size
+        ]
+        if missing:
+            raise errors.CorruptError(
+                f"{self._client.make_url(folder)}: the commit of the checkpoint lacks "
+                f"{format_count(len(missing), 'file')}, such as {missing[0]}. Delete the folder "
+                f"{folder} in the repository, and copy the checkpoint again."
+            )
 
     def _check_copy(self, there: Checkpoint) -> None:
         """Read all files of a committed checkpoint.

@@ -41,6 +41,16 @@ def guess_type(name: str) -> FieldType:
     return _TYPES.get(name.rpartition(".")[2].lower(), FieldType.BYTES)
 
 
+def is_json(name: str, types: Mapping[str, str]) -> bool:
+    """Decide whether a field is JSON.
+
+    Args:
+        name: Name of the field.
+        types: Types of fields, by their names. Others have the types of their extensions.
+    """
+    return types.get(name, guess_type(name)) == FieldType.JSON
+
+
 Fields = Mapping[str, FieldType]
 """Types of the fields of every sample, by their names, in the order of the names."""
 

@@ -1,6 +1,9 @@
 """Progress of one process in an epoch: how far its streams are, and the state that it saves."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, cycle, islice, pairwise
 
 import numpy as np
 
@@ -36,9 +39,9 @@ class EpochProgress:
 
     Attributes:
         order: Order of the epoch.
-        positions: Position of each stream of the process.
-        received: Number of samples that the process has received since the streams were dealt.
-        is_ended: Whether the process has reached the end of the epoch.
+        received: Number of samples that the process has received since the streams were dealt. The
+            loader counts them.
+        is_ended: Whether the process has reached the end of the epoch. The loader sets it.
 
     Raises:
         ConfigurationError: The state does not fit the order or the process.
@@ -56,7 +59,7 @@ class EpochProgress:
         self._ends = compute_ends(counts, order.lengths, dealt, remainder)
         positions = read_positions(state, order.lengths)
         own = dealt[process.rank][process.worker]
-        self.positions = {stream: positions[stream] for stream in own}
+        self._positions = {stream: positions[stream] for stream in own}
         if state.share is not None and state.share.process == process:
             self._resume(state.share)
 
@@ -65,13 +68,20 @@ class EpochProgress:
         """Number of the epoch. After its end, that of the next one."""
         return self._start.epoch + self.is_ended
 
-    def list_open_streams(self) -> list[int]:
-        """Return the streams of the process that may have further samples."""
-        return [
-            stream
-            for stream, position in self.positions.items()
-            if self._start.makes_samples or position.outputs < self.get_end(stream)
-        ]
+    def locate_streams(self) -> dict[int, StreamPosition]:
+        """Return the positions of the process's streams that may have further samples.
+
+        The iterators of streams whose samples are transformed move these positions. Otherwise they
+        follow from the number of samples that were received.
+        """
+        positions = self._locate_all()
+        if self._start.makes_samples:
+            return positions
+        return {
+            stream: position
+            for stream, position in positions.items()
+            if position.outputs < self.get_end(stream)
+        }
 
     def get_end(self, stream: int) -> int:
         """Return the number of samples with which a stream ends, if none are transformed."""
@@ -91,7 +101,8 @@ class EpochProgress:
         if not is_alone:
             state = self._start.model_copy(update={"share": self._make_share()})
             return state if is_share else combine_states([state], lengths)
-        positions = [self.positions[stream] for stream in range(len(lengths))]
+        found = self._locate_all()
+        positions = [found[stream] for stream in range(len(lengths))]
         if self._start.makes_samples:
             return self._start.replace_positions([one.list_numbers() for one in positions])
         position, ahead = encode_counts(np.array([one.row for one in positions]), lengths)
@@ -111,13 +122,44 @@ class EpochProgress:
             )
         return state
 
-    def take_turns(self, samples: Mapping[int, Iterator[LoadedSample]]) -> Iterator[LoadedSample]:
-        """Yield the samples of streams by their index in the stream, then by stream, to the end.
+    def merge_rows(
+        self,
+        rows: Mapping[int, Iterator[LoadedSample]],
+        positions: Mapping[int, StreamPosition],
+    ) -> Iterator[LoadedSample]:
+        """Return the rows of streams by their index in the stream, then by stream, to the end.
+
+        No Python code runs between two rows but that of their reader.
 
         Args:
-            samples: Samples of each open stream. The iterator moves the position of its stream.
+            rows: Rows of each open stream.
+            positions: Positions of these streams.
         """
-        turns = [(self.positions[stream], found) for stream, found in samples.items()]
+        spans = [
+            (found, positions[stream].outputs, self.get_end(stream))
+            for stream, found in rows.items()
+        ]
+        levels = sorted({level for _, start, end in spans for level in (start, end)})
+
+        def merge_levels() -> Iterator[Iterator[LoadedSample]]:
+            for level, following in pairwise(levels):
+                active = [found for found, start, end in spans if start <= level < end]
+                yield islice(map(next, cycle(active)), (following - level) * len(active))
+
+        return chain.from_iterable(merge_levels())
+
+    def take_turns(
+        self,
+        samples: Mapping[int, Iterator[LoadedSample]],
+        positions: Mapping[int, StreamPosition],
+    ) -> Iterator[LoadedSample]:
+        """Yield the transformed samples of streams in the same order, to the end.
+
+        Args:
+            samples: Samples of each stream. The iterator moves the position of its stream.
+            positions: Positions of the streams.
+        """
+        turns = [(positions[stream], found) for stream, found in samples.items()]
         level = min((position.outputs for position, _ in turns), default=0)
         while turns:
             ended: list[StreamPosition] = []
@@ -127,36 +169,57 @@ class EpochProgress:
                     if sample is None:
                         ended.append(position)
                     else:
-                        self.received += 1
                         yield sample
             if ended:
                 turns = [turn for turn in turns if not any(turn[0] is one for one in ended)]
             level += 1
-        self.is_ended = True
+
+    @contextmanager
+    def restore_on_error(self) -> Generator[None]:
+        """Move the streams back if not all samples of a batch can be made.
+
+        The loop has not received those that were made.
+        """
+        if not self._start.makes_samples:  # positions follow from what was received
+            yield
+            return
+        before = {stream: replace(one) for stream, one in self._positions.items()}
+        try:
+            yield
+        except BaseException:
+            self._positions = before
+            raise
+
+    def _locate_all(self) -> dict[int, StreamPosition]:
+        """Return the positions of all streams of the process."""
+        if self._start.makes_samples:
+            return self._positions
+        own = list(self._positions)
+        counts = np.array([position.outputs for position in self._positions.values()], np.int64)
+        reached = advance_counts(counts, self._ends[own], self.received)
+        lengths = self.order.lengths[own]
+        return {
+            stream: StreamPosition(count, min(count, length))
+            for stream, count, length in zip(own, reached.tolist(), lengths.tolist(), strict=True)
+        }
 
     def _resume(self, share: LoaderShare) -> None:
         """Move the streams of the process to what it had received."""
-        own = list(self.positions)
+        own = list(self._positions)
         self.received = share.received
         # A worker that has ended gives no sample until the other workers of its rank have, too.
         self.is_ended = share.is_ended and share.workers == 1
         if share.streams is not None:
             if sorted(share.streams) != own:
                 raise ConfigurationError("The state of the loader has other streams.")
-            self.positions = {one: StreamPosition(*share.streams[one]) for one in own}
-            return
-        counts = np.array([self.positions[one].outputs for one in own])
-        reached = advance_counts(counts, self._ends[own], share.received)
-        lengths = self.order.lengths[own]
-        for stream, count, length in zip(own, reached.tolist(), lengths.tolist(), strict=True):
-            self.positions[stream] = StreamPosition(count, min(count, length))
+            self._positions = {one: StreamPosition(*share.streams[one]) for one in own}
 
     def _make_share(self) -> LoaderShare:
         streams = None
         if self._start.makes_samples:
             streams = {
                 stream: (one.outputs, one.row, one.part, one.token)
-                for stream, one in self.positions.items()
+                for stream, one in self._positions.items()
             }
         return LoaderShare(
             **self._process._asdict(),

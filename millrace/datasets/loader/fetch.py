@@ -228,13 +228,13 @@ class ShardFetcher:
         if isinstance(error, errors.ChangedError):
             raise errors.ChangedError(
                 f"{name} was replaced: it does not have the {shard.size:,} bytes of the manifest. "
-                "Restore it from a copy, or repair the dataset with `millrace verify FILE "
+                "Restore it from a copy, or repair the dataset with `millrace run FILE "
                 f"--repair`. {reason}"
             ) from error
         if isinstance(error, errors.CorruptError):
             raise errors.CorruptError(
                 f"{name} does not have the digest of the manifest: it was replaced or is damaged. "
-                f"Repair the dataset with `millrace verify FILE --repair`. {reason}"
+                f"Repair the dataset with `millrace run FILE --repair`. {reason}"
             ) from error
         raise error
 
@@ -293,7 +293,7 @@ class _ShardParts:
         self._parts: dict[int, Future[list[memoryview]]] = {}
 
     def read(self, start: int, end: int) -> memoryview:
-        return _join(self.read_views(start, end))
+        return join_views(self.read_views(start, end))
 
     def read_views(self, start: int, end: int) -> list[memoryview]:
         if start >= end:
@@ -313,7 +313,7 @@ class _ShardParts:
             return memoryview(bytearray())
         first = start // BLOCK_SIZE
         fetched = self._pool.submit_urgent(self._fetch, first, -(-end // BLOCK_SIZE)).result()
-        return _join(_cut(fetched, start - first * BLOCK_SIZE, end - first * BLOCK_SIZE))
+        return join_views(_cut(fetched, start - first * BLOCK_SIZE, end - first * BLOCK_SIZE))
 
     def release(self, offset: int) -> None:
         for number in [one for one in self._parts if (one + 1) * self._part_bytes <= offset]:
@@ -387,7 +387,7 @@ def _cut(views: list[memoryview], start: int, end: int) -> list[memoryview]:
     return found
 
 
-def _join(views: list[memoryview]) -> memoryview:
+def join_views(views: list[memoryview]) -> memoryview:
     """Return a copy of consecutive views in one piece."""
     joined = _allocate(sum(map(len, views)))
     at = 0

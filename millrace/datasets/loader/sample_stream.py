@@ -1,4 +1,4 @@
-"""Samples of one stream: its rows, transformed and packed, and the position after each.
+"""Samples of one stream: its rows, repeated, or transformed and packed.
 
 A position is exact within the outputs of a row, and within the tokens of an output. So it is a few
 integers, and no tokens: the rest of a packed sequence is read again.
@@ -58,30 +58,20 @@ class StreamSteps(NamedTuple):
         return self.transform is not None or self.pack is not None
 
 
-def iterate_samples(
-    rows: Iterator[LoadedSample], position: StreamPosition, *, length: int, end: int
+def repeat_last(
+    rows: Iterator[LoadedSample], copies: int, *, skip_first: bool
 ) -> Iterator[LoadedSample]:
-    """Yield the rows of a stream as they are, and move the position with each.
+    """Yield the rows of a stream, and then copies of the last one.
 
     Args:
-        rows: Rows of the stream from that of the position on, or the last row alone.
-        position: Position from which samples are received.
-        length: Number of rows of the stream.
-        end: Number of samples with which the epoch ends. If there are fewer rows, the last one is
-            received several times.
+        rows: Rows of the stream.
+        copies: Number of copies.
+        skip_first: Whether the first row was received before.
     """
-    if position.outputs >= end:
-        return
-    row: LoadedSample = {}
+    row = next(rows) if skip_first else {}
     for row in rows:
-        if position.row < length:
-            position.row += 1
-            position.outputs += 1
-            yield row
-            if position.outputs >= end:
-                return
-    while position.outputs < end:
-        position.outputs += 1
+        yield row
+    for _ in range(copies):
         yield dict(row)
 
 

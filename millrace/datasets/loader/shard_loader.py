@@ -1,8 +1,10 @@
 """Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -25,10 +27,11 @@ from millrace.datasets.loader.loader_state import (
 from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
 from millrace.datasets.loader.sample_stream import (
+    StreamPosition,
     StreamSteps,
     Transform,
-    iterate_samples,
     iterate_transformed,
+    repeat_last,
 )
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.loader.stream_counts import Remainder, compute_ends, deal_streams
@@ -224,8 +227,9 @@ class ShardLoader:
         if self._progress.is_ended:
             self._progress = self._begin(self._progress.start_epoch(self.epoch))
         self._iteration += 1
-        samples = self._iterate(self._iteration)
-        return samples if self._batch_size is None else self._batch(samples, self._batch_size)
+        if self._batch_size is None:
+            return self._iterate(self._iteration)
+        return self._iterate_batches(self._iteration, self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is."""
@@ -335,20 +339,43 @@ class ShardLoader:
                     f"{name}={own!r}. Open the loader as it was when the state was saved."
                 )
 
-    def _batch(self, samples: Iterator[LoadedSample], size: int) -> Iterator[list[LoadedSample]]:
-        batch: list[LoadedSample] = []
-        for sample in samples:
-            batch.append(sample)
-            if len(batch) == size:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
-
     def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
-        progress, settings = self._progress, self._settings
-        open_streams = progress.list_open_streams()
-        stream_count = max(1, len(open_streams))
+        progress = self._progress
+        with self._open_samples(progress) as samples:
+            while True:
+                if iteration != self._iteration:
+                    self._raise_later_iteration()
+                sample = next(samples, None)
+                if sample is None:
+                    break
+                progress.received += 1
+                yield sample
+            progress.is_ended = True
+
+    def _iterate_batches(self, iteration: int, size: int) -> Iterator[list[LoadedSample]]:
+        progress, is_ended = self._progress, False
+        with self._open_samples(progress) as samples:
+            while not is_ended:
+                if iteration != self._iteration:
+                    self._raise_later_iteration()
+                with progress.restore_on_error():
+                    batch = list(islice(samples, size))
+                progress.received += len(batch)
+                progress.is_ended = is_ended = len(batch) < size
+                if batch:
+                    yield batch
+
+    def _raise_later_iteration(self) -> NoReturn:
+        raise errors.ConfigurationError(
+            "A later iteration of the loader has begun, or its state was loaded. End this one "
+            "first."
+        )
+
+    @contextmanager
+    def _open_samples(self, progress: EpochProgress) -> Generator[Iterator[LoadedSample]]:
+        """Open the streams of the process at their positions, and merge their samples."""
+        settings, positions = self._settings, progress.locate_streams()
+        stream_count = max(1, len(positions))
         part = round(settings.window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._files.open(),
@@ -357,23 +384,14 @@ class ShardLoader:
             parts_ahead=min(_MAX_DEPTH, _PARTS_IN_FLIGHT // stream_count),
         )
         pool = DaemonThreadPool(min(_MAX_THREADS, stream_count), "shard-windows")
+        depth = min(_MAX_DEPTH, max(1, settings.streams // stream_count // 2))
+        merge = progress.take_turns if self._steps else progress.merge_rows
         try:
-            depth = min(_MAX_DEPTH, max(1, settings.streams // stream_count // 2))
             samples = {
-                stream: self._open_stream(progress, stream, fetcher, pool, depth)
-                for stream in open_streams
+                stream: self._open_stream(progress, stream, position, fetcher, pool, depth)
+                for stream, position in positions.items()
             }
-            turns = progress.take_turns(samples)
-            while True:
-                if iteration != self._iteration:
-                    raise errors.ConfigurationError(
-                        "A later iteration of the loader has begun, or its state was loaded. End "
-                        "this one first."
-                    )
-                sample = next(turns, None)
-                if sample is None:
-                    return
-                yield sample
+            yield merge(samples, positions)
         finally:
             pool.shutdown()
             fetcher.close()
@@ -382,18 +400,21 @@ class ShardLoader:
         self,
         progress: EpochProgress,
         stream: int,
+        position: StreamPosition,
         fetcher: ShardFetcher,
         pool: DaemonThreadPool,
         depth: int,
     ) -> Iterator[LoadedSample]:
-        position, order = progress.positions[stream], progress.order
-        length = int(order.lengths[stream])
-        windows = StreamWindows(self.table, order, fetcher, stream=stream)
+        length, end = int(progress.order.lengths[stream]), progress.get_end(stream)
+        windows = StreamWindows(self.table, progress.order, fetcher, stream=stream)
         start = position.row if self._steps else min(position.row, length - 1)
         rows = windows.iterate_rows(start, depth=depth, pool=pool)
         if self._steps:
             return iterate_transformed(rows, position, self._steps)
-        return iterate_samples(rows, position, length=length, end=progress.get_end(stream))
+        if end > length:
+            copies = end - max(position.outputs, length)
+            return repeat_last(rows, copies, skip_first=position.row == length)
+        return rows
 
 
 def _find_dataset(source: FileLocations, dataset: str | None) -> tuple[list[StoreSpec], str]:

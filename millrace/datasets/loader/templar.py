@@ -6,6 +6,7 @@ A script changes its import: ``from millrace.datasets.loader.templar import R2Da
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar, Protocol, Self, cast
@@ -17,6 +18,12 @@ from pydantic import SecretStr
 
 from millrace import errors
 from millrace.datasets.loader.draw import PAGE_ROWS, draw_templar_pages
+from millrace.datasets.loader.mirrored_files import (
+    FileLocations,
+    limit_retries,
+    list_specs,
+    open_mirrors,
+)
 from millrace.datasets.loader.pages import PageLoader
 from millrace.datasets.loader.templar_index import (
     SHARD_SIZES,
@@ -29,7 +36,7 @@ from millrace.datasets.loader.templar_index import (
 from millrace.datasets.loader.tokenizer import PageTokenizer, TokenPage
 from millrace.datasets.loader.tokens import TokenLoader
 from millrace.environment import read_variable
-from millrace.storage import Credentials, StoreSpec, open_store
+from millrace.storage import Credentials, StoreSpec
 
 PageInfo = tuple[str, int, str]
 """A page: the name of its config, its first row in the config, and its split."""
@@ -94,11 +101,11 @@ class R2DatasetLoader:
             it, end tokens fill the last sequence of each document.
 
     Attributes:
-        source: URL, or URL and credentials, of the folder with ``_shard_sizes.json``. None reads
-            ``R2_DATASET_ACCOUNT_ID``, ``R2_DATASET_BUCKET_NAME``, and
-            ``R2_DATASET_READ_ACCESS_KEY_ID`` and ``R2_DATASET_READ_SECRET_ACCESS_KEY``, or the
-            first entry of ``R2_DATASET_BUCKET_LIST``.
-        DATASET_SUBFOLDER: Folder in the bucket, if the environment names the bucket.
+        source: Folder with ``_shard_sizes.json``, or several that have the same files, as for
+            `PageLoader`. None reads ``R2_DATASET_ACCOUNT_ID``, ``R2_DATASET_BUCKET_NAME``,
+            ``R2_DATASET_READ_ACCESS_KEY_ID`` and ``R2_DATASET_READ_SECRET_ACCESS_KEY``, and the
+            other buckets that ``R2_DATASET_BUCKET_LIST`` has.
+        DATASET_SUBFOLDER: Folder in the buckets, if the environment names them.
         pages: Pages of the loader.
 
     Example:
@@ -110,11 +117,11 @@ class R2DatasetLoader:
             train(torch.tensor(batch))
     """
 
-    source: ClassVar[str | StoreSpec | None] = None
+    source: ClassVar[FileLocations | None] = None
     DATASET_SUBFOLDER: ClassVar[str] = "HuggingFaceFW_fineweb-edu-score-2"
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _opened: ClassVar[list[tuple[StoreSpec, _OpenedDataset]]] = []
+    _opened: ClassVar[list[tuple[list[StoreSpec], _OpenedDataset]]] = []
     _tokenizers: ClassVar[dict[tuple[bytes, int], PageTokenizer]] = {}
 
     def __init__(
@@ -265,14 +272,16 @@ class R2DatasetLoader:
     @classmethod
     def _open(cls) -> _OpenedDataset:
         """Return the dataset, which is opened once in a process."""
-        source = cls.source
-        spec = StoreSpec(url=source) if isinstance(source, str) else source
-        spec = spec or _read_environment(cls.DATASET_SUBFOLDER)
+        specs = (
+            _read_environment(cls.DATASET_SUBFOLDER)
+            if cls.source is None
+            else list_specs(cls.source)
+        )
         with cls._lock:
-            found = next((opened for one, opened in cls._opened if one == spec), None)
+            found = next((opened for known, opened in cls._opened if known == specs), None)
             if found is None:
-                found = _open_dataset(spec)
-                cls._opened.append((spec, found))
+                found = _open_dataset(specs)
+                cls._opened.append((specs, found))
         return found
 
     @classmethod
@@ -315,55 +324,68 @@ def _drop_empty(page: TokenPage) -> TokenPage:
     return TokenPage(page.tokens[kept], np.cumsum(sizes[has_tokens]))
 
 
-def _open_dataset(spec: StoreSpec) -> _OpenedDataset:
-    store = open_store(spec, make_folder=False)
-    pages = PageLoader(spec)
-    configs = read_templar_index(store) or group_by_folder(pages.paths, pages.table)
+def _open_dataset(specs: list[StoreSpec]) -> _OpenedDataset:
+    """Open a dataset that one store has, or several."""
+    pages = PageLoader(specs)
+    configs = _read_index(specs) or group_by_folder(pages.paths, pages.table)
     numbers = match_files(list(configs.values()), pages.paths)
     for config in configs.values():
         for path, rows in config.files:
             if rows != pages.table.count_rows(numbers[path]):
                 raise errors.CorruptError(
-                    f"{store.make_url(pages.paths[numbers[path]])} has "
+                    f"{specs[0].url}/{pages.paths[numbers[path]]} has "
                     f"{pages.table.count_rows(numbers[path])} rows, and {SHARD_SIZES} says {rows}. "
                     "Make the index again."
                 )
     return _OpenedDataset(pages, configs, numbers)
 
 
-def _read_environment(folder: str) -> StoreSpec:
-    """Return the store that Templar's variables name.
+def _read_index(specs: list[StoreSpec]) -> dict[str, TemplarConfig]:
+    """Return the configs of the first store that has an index; empty without an index.
+
+    Raises:
+        MillraceError: The index cannot be read. The error is that of the last store.
+    """
+    *others, last = open_mirrors(specs)
+    for store in others:
+        with suppress(errors.MillraceError):
+            if found := read_templar_index(limit_retries(store)):
+                return found
+    return read_templar_index(last)
+
+
+def _read_environment(folder: str) -> list[StoreSpec]:
+    """Return the stores that Templar's variables name.
 
     Raises:
         ConfigurationError: Variables are missing, or the list of buckets cannot be read.
     """
     listed = read_variable(f"{_ENVIRONMENT}BUCKET_LIST")
     names = ("ACCOUNT_ID", "BUCKET_NAME", "READ_ACCESS_KEY_ID", "READ_SECRET_ACCESS_KEY")
-    if listed:
-        values = _read_first_bucket(listed)
-    else:
-        found = {name: read_variable(f"{_ENVIRONMENT}{name}") for name in names}
-        if missing := [f"{_ENVIRONMENT}{name}" for name, value in found.items() if not value]:
-            raise errors.ConfigurationError(
-                f"Set {', '.join(missing)}, or `R2DatasetLoader.source` to the URL of the dataset."
-            )
-        values = [value or "" for value in found.values()]
-    account, bucket, key_id, secret = values
-    return StoreSpec(
-        url=f"r2://{account}/{bucket}/{folder}",
-        credentials=Credentials(access_key_id=key_id, secret_access_key=SecretStr(secret)),
-    )
+    own = {name: read_variable(f"{_ENVIRONMENT}{name}") or "" for name in names}
+    missing = [f"{_ENVIRONMENT}{name}" for name, value in own.items() if not value]
+    if missing and not listed:
+        raise errors.ConfigurationError(
+            f"Set {', '.join(missing)}, or `R2DatasetLoader.source` to the URL of the dataset."
+        )
+    specs = [] if missing else [_make_spec(*own.values())]
+    specs += _read_bucket_list(listed) if listed else []
+    first_of_each = {spec.url: spec for spec in reversed(specs)}
+    return [spec.with_prefix(folder) for spec in reversed(first_of_each.values())]
 
 
-def _read_first_bucket(text: str) -> list[str]:
+def _read_bucket_list(text: str) -> list[StoreSpec]:
     try:
-        first = orjson.loads(text)[0]
-        read_keys = first["credentials"]["read"]
         return [
-            str(first["account_id"]),
-            str(first["name"]),
-            str(read_keys["access_key_id"]),
-            str(read_keys["secret_access_key"]),
+            StoreSpec(url=entry)
+            if isinstance(entry, str)
+            else _make_spec(
+                entry["account_id"],
+                entry["name"],
+                entry["credentials"]["read"]["access_key_id"],
+                entry["credentials"]["read"]["secret_access_key"],
+            )
+            for entry in orjson.loads(text)
         ]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         raise errors.ConfigurationError(
@@ -371,3 +393,10 @@ def _read_first_bucket(text: str) -> list[str]:
             '[{"account_id": ..., "name": ..., "credentials": {"read": {"access_key_id": ..., '
             '"secret_access_key": ...}}}].'
         ) from None
+
+
+def _make_spec(account: str, bucket: str, key_id: str, secret: str) -> StoreSpec:
+    return StoreSpec(
+        url=f"r2://{account}/{bucket}",
+        credentials=Credentials(access_key_id=key_id, secret_access_key=SecretStr(secret)),
+    )

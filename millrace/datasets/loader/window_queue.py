@@ -5,12 +5,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 
 from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.readers import DecodeRows, SampleReader, open_reader
-from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.loader.readers.base import FetchedRows, LoadedSample
 from millrace.datasets.loader.shard_table import ShardTable
 from millrace.threads import DaemonThreadPool
 
@@ -114,21 +115,20 @@ class StreamWindows:
         first, skipped = self._order.find_window(start)
         windows = range(first, self._order.count_windows(self._stream))
         queue = WindowQueue(self._load, windows, depth=depth, pool=pool)
-        return self._decode_windows(windows, skipped, queue)
+        return chain.from_iterable(self._decode_windows(windows, skipped, queue))
 
     def _decode_windows(
         self, windows: range, skipped: int, queue: WindowQueue
-    ) -> Iterator[LoadedSample]:
+    ) -> Iterator[Iterator[LoadedSample]]:
+        """Yield an iterator over the rows of each window."""
         for window in windows:
             runs = [decode() for decode in queue.take()]
-            starts = list(accumulate(map(len, runs), initial=0))
             order = self._order.permute_window(self._stream, window)[skipped:]
             if len(runs) == 1:
-                yield from map(runs[0].__getitem__, order)
+                yield map(runs[0].__getitem__, order)
             else:
-                for index in order:
-                    run = bisect_right(starts, index) - 1
-                    yield runs[run][index - starts[run]]
+                starts = list(accumulate(map(len, runs), initial=0))
+                yield map(partial(_get_row, runs, starts), order)
             del runs  # before the next window is taken
             skipped = 0
 
@@ -151,3 +151,9 @@ class StreamWindows:
             self._reader = open_reader(self._table, listed, self._fetcher.open(shard))
             self._shard = shard
         return self._reader
+
+
+def _get_row(runs: list[FetchedRows], starts: list[int], index: int) -> LoadedSample:
+    """Return a row of consecutive runs of rows."""
+    run = bisect_right(starts, index) - 1
+    return runs[run][index - starts[run]]

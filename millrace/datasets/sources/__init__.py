@@ -1,10 +1,10 @@
 """Sources of samples, and their division into partitions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from millrace import errors
@@ -274,6 +274,7 @@ def open_source(  # noqa: PLR0911 - one for each kind
     files: SourceFiles,
     dataset_store: Store,
     *,
+    types: Mapping[str, str] = MappingProxyType({}),
     any_version: bool = False,
     downloads: DownloadSettings | None = None,
     allow_private: bool = False,
@@ -284,6 +285,7 @@ def open_source(  # noqa: PLR0911 - one for each kind
         record: Source of the plan.
         files: Files of the source.
         dataset_store: Store of the dataset.
+        types: Types of fields, by their names. Others have the types of their extensions.
         any_version: Whether a file is also read if it was written again after the plan was made.
             The caller must then compare the bytes with a digest.
         downloads: Settings of the requests to the servers of a list of URLs; None for the defaults.
@@ -292,18 +294,20 @@ def open_source(  # noqa: PLR0911 - one for each kind
     columns = record.settings.get("columns")
     match SourceKind(record.kind):
         case SourceKind.JSONL:
-            return JsonLinesSource(files, dataset_store, columns, any_version=any_version)
+            return JsonLinesSource(
+                files, dataset_store, columns, types=types, any_version=any_version
+            )
         case SourceKind.CSV:
             table_settings = {name: record.settings[name] for name in _CSV_SETTINGS}
             return CsvSource(files, dataset_store, **table_settings, any_version=any_version)
         case SourceKind.PARQUET:
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 
-            return ParquetSource(files, columns, any_version=any_version)
+            return ParquetSource(files, columns, types=types, any_version=any_version)
         case SourceKind.WEBDATASET:
             return TarSource(files, dataset_store, any_version=any_version)
         case SourceKind.HUGGINGFACE:
-            return _import_hub_datasets(files).HubDatasetSource(files, record.settings)
+            return _import_hub_datasets(files).HubDatasetSource(files, record.settings, types)
         case SourceKind.FILES:
             return FolderSource(files, dataset_store, any_version=any_version)
         case SourceKind.URLS:
@@ -313,5 +317,6 @@ def open_source(  # noqa: PLR0911 - one for each kind
                 columns,
                 UrlSettings.model_validate(record.settings["urls"]),
                 downloads or DownloadSettings(),
+                types=types,
                 allow_private=allow_private,
             )

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace import errors
+from millrace.datasets.formats.base import is_json
 from millrace.datasets.sample import BadRow, Row, RowBatch, Sample, make_keys
 
 Array = Any  # `pa.Array` of any type; its stubs do not type the elements
@@ -34,6 +36,7 @@ def make_rows(
     first: int,
     cursor: int,
     where: str,
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RowBatch | Row]:
     """Yield the rows of a batch: at once, or one by one if a row makes no sample.
 
@@ -45,12 +48,16 @@ def make_rows(
         first: Number of the first row in the file or the shard.
         cursor: Cursor of the first row. That of each further row is larger by one.
         where: Location of the file or the shard, for bad rows.
+        types: Types of fields, by their names. Others have the types of their extensions. In a
+            column without a type of its own, in which all values are null, only JSON can be null.
     """
     if columns is None:
         values: Columns = {"json": _encode_rows(batch)}
     else:
         values = {
-            extension: encode_column(follow_path(batch, column))
+            extension: encode_column(
+                follow_path(batch, column), takes_null=is_json(extension, types)
+            )
             for extension, column in columns.items()
         }
     keys = make_keys(file_index, range(first, first + batch.num_rows), 10)
@@ -117,17 +124,31 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
         return
     for column in columns.values():
         try:
-            find_path(schema, column)
+            kind = _find_type(schema, column)
         except KeyError:
             names = ", ".join(schema.names[:20]) + (", ..." if len(schema.names) > 20 else "")
             raise errors.ConfigurationError(
                 f"{url} has no column {column!r}. Its columns are {names}. Correct `columns`, or "
                 "leave the file out with `exclude`."
             ) from None
+        if (path := _find_binary(kind, column)) and not is_binary(_unwrap(kind)):
+            raise errors.ConfigurationError(
+                f"{url}: the column {column!r} holds bytes in {path}, which JSON cannot hold. Name "
+                "another part of it in `columns`, or leave it out."
+            )
+
+
+def _unwrap(kind: Any) -> Any:
+    """Return the type of the values of a column, without an extension and a dictionary."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def guess_types(schema: pa.Schema, columns: Mapping[str, str] | None) -> dict[str, str]:
     """Return the types of the fields by the types of their columns, as `FieldType` names them.
+
+    A column in which all values are null has no type of its own, and gives its field none.
 
     Args:
         schema: Schema of the table, which has the columns.
@@ -137,11 +158,22 @@ def guess_types(schema: pa.Schema, columns: Mapping[str, str] | None) -> dict[st
         return {"json": "json"}
     found: dict[str, str] = {}
     for extension, column in columns.items():
-        kind: Any = pa.struct(cast("Any", list(cast("Any", schema))))
-        for name in find_path(schema, column):
-            kind = kind.field(name).type
-        found[extension] = _guess_type(kind)
+        kind = _find_type(schema, column)
+        if not pa.types.is_null(kind):
+            found[extension] = _guess_type(kind)
     return found
+
+
+def _find_type(schema: pa.Schema, column: str) -> Any:
+    """Return the type of a column, or of a part of one.
+
+    Raises:
+        KeyError: There is no such column.
+    """
+    kind: Any = pa.struct(cast("Any", list(cast("Any", schema))))
+    for name in find_path(schema, column):
+        kind = kind.field(name).type
+    return kind
 
 
 def _guess_type(kind: Any) -> str:
@@ -221,8 +253,13 @@ def is_binary(kind: pa.DataType) -> bool:
     )
 
 
-def encode_column(array: Array) -> Values:
-    """Return the bytes of a column's values."""
+def encode_column(array: Array, *, takes_null: bool = True) -> Values:
+    """Return the bytes of a column's values.
+
+    Args:
+        array: Values of the column.
+        takes_null: Whether their field can be null, if the column has no type of its own.
+    """
     array = _drop_extension(array)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -231,7 +268,7 @@ def encode_column(array: Array) -> Values:
         array = array.cast(pa.large_binary())
     if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return _slice_values(array)
-    if is_binary(kind):
+    if is_binary(kind) or (pa.types.is_null(kind) and not takes_null):
         return array.to_pylist()
     if pa.types.is_integer(kind) and not array.null_count:
         return _slice_values(array.cast(pa.string()))  # the digits are those of JSON

@@ -131,10 +131,13 @@ class HubDatasetSource:
     Args:
         files: Files of the dataset.
         settings: Settings of the plan's source.
+        types: Types of fields, by their names. Others have the types of their extensions.
     """
 
-    def __init__(self, files: HubFiles, settings: Mapping[str, Any]) -> None:
-        self._files = files
+    def __init__(
+        self, files: HubFiles, settings: Mapping[str, Any], types: Mapping[str, str]
+    ) -> None:
+        self._files, self._types = files, types
         self._columns: Columns = settings["columns"]
         self._open = lambda: open_hub_dataset(
             files.committed_spec,
@@ -165,6 +168,7 @@ class HubDatasetSource:
                     yield from make_rows(
                         batch, self._columns, file_index=number,
                         first=row, cursor=source_range.make_cursor(shard, row), where=where,
+                        types=self._types,
                     )  # fmt: skip
                     row += batch.num_rows
                     clock.restart()

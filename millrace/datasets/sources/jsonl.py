@@ -7,13 +7,15 @@ range, in which a run seeks to a seek point.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from millrace import errors
+from millrace.datasets.formats.base import is_json
 from millrace.datasets.sample import (
     LARGE_ROW,
     BadRow,
@@ -26,13 +28,18 @@ from millrace.datasets.sample import (
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.ranges import iterate_unreadable
 from millrace.datasets.sources.text_files import TextFiles, TextRange, strip_lines
-from millrace.schemas.dataset import FileRef, SourceRange
+from millrace.schemas.dataset import SourceRange
 from millrace.storage import Store
 
 _SHOWN = 64 * 1024
 _MAX_CONTAINERS = 8 << 20  # objects and arrays of a row; each takes up to 240 bytes when parsed
-_LARGE = 1024 * 1024  # bytes of a line that is freed as soon as its columns are read
+LARGE_LINE = 1024 * 1024
+"""Bytes of a line that is freed as soon as its columns are read."""
 _LONG_NUMBER = re.compile(rb"\d{19}")
+
+
+class _BadLineError(Exception):
+    """A line makes no sample. The message is the reason for the quarantine."""
 
 
 class JsonLinesSource:
@@ -43,6 +50,8 @@ class JsonLinesSource:
         dataset_store: Store of the dataset, for the seek points of compressed files.
         columns: Column of each field, by the field's extension. Text is written unchanged, and
             other values as JSON. None writes each row whole, as ``json``.
+        types: Types of fields, by their names. Others have the types of their extensions. Only a
+            field that is JSON can be null.
         any_version: Whether a file is also read if it was written again after the plan was made.
     """
 
@@ -52,10 +61,14 @@ class JsonLinesSource:
         dataset_store: Store,
         columns: dict[str, str] | None = None,
         *,
+        types: Mapping[str, str] = MappingProxyType({}),
         any_version: bool = False,
     ) -> None:
         self._files = TextFiles(files, dataset_store, any_version=any_version)
         self._columns = tuple((columns or {}).items())
+        self._not_null = {
+            column for extension, column in self._columns if not is_json(extension, types)
+        }
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin within a range of a file's bytes, from a cursor on."""
@@ -92,6 +105,8 @@ class JsonLinesSource:
                 values = [*map(itemgetter(column), rows)]
                 if set(map(type, values)) == {str}:
                     columns[extension] = [*map(str.encode, values)]
+                elif column in self._not_null and None in values:
+                    return {}
                 else:
                     columns[extension] = [
                         _encode_value(value, line, column)
@@ -107,39 +122,69 @@ class JsonLinesSource:
         self, source_range: TextRange, offset: int, after: int, held: list[bytes]
     ) -> Row:
         """Parse a line. The line is removed from its list, so that it can be freed."""
+        begin = held[0][:_SHOWN]
+        try:
+            fields = self._read_fields(held)
+        except _BadLineError as error:
+            reason = str(error)
+        except KeyError as error:
+            reason = f"no column {error}"
+        except (TypeError, ValueError, RecursionError):  # nested too deeply, or not Unicode
+            reason = "a column cannot be written"
+        else:
+            return Sample(f"{source_range.file_index:05d}-{offset:013d}", fields, after)
+        return BadRow(f"{source_range.file.path}, byte {offset}", reason, begin, after)
+
+    def _read_fields(self, held: list[bytes]) -> dict[str, bytes]:
+        """Return the fields of a line.
+
+        Raises:
+            _BadLineError: The line makes no sample.
+        """
         line = held.pop()
-        begin = line[:_SHOWN]
-        if len(line) > _LARGE and line.count(b"{") + line.count(b"[") > _MAX_CONTAINERS:
-            return self._make_bad_row(
-                source_range.file, offset, after, begin, "more objects and arrays than memory holds"
-            )
+        if exceeds_memory(line):
+            raise _BadLineError("more objects and arrays than memory holds")
         try:
             row: dict[str, Any] = orjson.loads(line)
-            if type(row) is not dict:
-                return self._make_bad_row(
-                    source_range.file, offset, after, begin, "not a JSON object"
-                )
-            fields = {"json": line}
-            if self._columns:
-                if len(line) > _LARGE:
-                    row = _select_columns(row, self._columns)
-                    if all(type(value) is str for value in row.values()):
-                        line = fields["json"] = b""
-                fields = _make_fields(row, line, self._columns)
-        except orjson.JSONDecodeError:
-            return self._make_bad_row(source_range.file, offset, after, begin, "not valid JSON")
-        except KeyError as error:
-            return self._make_bad_row(source_range.file, offset, after, begin, f"no column {error}")
-        except (TypeError, ValueError, RecursionError):  # nested too deeply, or not Unicode
-            return self._make_bad_row(
-                source_range.file, offset, after, begin, "a column cannot be written"
-            )
-        return Sample(f"{source_range.file_index:05d}-{offset:013d}", fields, after)
+        except orjson.JSONDecodeError as error:
+            raise _BadLineError(explain_refusal(line, error) or "not valid JSON") from None
+        if type(row) is not dict:
+            raise _BadLineError("not a JSON object")
+        if not self._columns:
+            return {"json": line}
+        for _, column in self._columns:
+            if row[column] is None and column in self._not_null:
+                raise _BadLineError(f"the column {column!r} is null")
+        if len(line) > LARGE_LINE:
+            row = _select_columns(row, self._columns)
+            if all(type(value) is str for value in row.values()):
+                line = b""
+        return _make_fields(row, line, self._columns)
 
-    def _make_bad_row(
-        self, file: FileRef, offset: int, after: int, line: bytes, reason: str
-    ) -> BadRow:
-        return BadRow(f"{file.path}, byte {offset}", reason, line, after)
+
+def explain_refusal(text: bytes, error: orjson.JSONDecodeError) -> str:
+    """Return why orjson refuses JSON that has the grammar of JSON; empty if it has not.
+
+    Args:
+        text: The JSON text.
+        error: Error of orjson.
+    """
+    try:
+        json.loads(text.decode(), parse_constant=_refuse_constant)
+    except RecursionError:
+        pass
+    except ValueError:
+        return ""
+    return f"JSON that cannot be read back: {error.msg}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def exceeds_memory(text: bytes) -> bool:
+    """Decide whether a JSON text could take many times its size when it is parsed."""
+    return len(text) > LARGE_LINE and text.count(b"{") + text.count(b"[") > _MAX_CONTAINERS
 
 
 def _select_columns(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:

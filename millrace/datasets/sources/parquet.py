@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, cast
 
 import pyarrow as pa
@@ -161,6 +162,7 @@ class ParquetSource:
         files: Files of the source.
         columns: Column of each field, by the field's extension. Text and bytes are written
             unchanged, and other values as JSON. None writes each row whole, as ``json``.
+        types: Types of fields, by their names. Others have the types of their extensions.
         any_version: Whether a file is also read if it was written again after the plan was made.
     """
 
@@ -169,9 +171,11 @@ class ParquetSource:
         files: SourceFiles,
         columns: Mapping[str, str] | None = None,
         *,
+        types: Mapping[str, str] = MappingProxyType({}),
         any_version: bool = False,
     ) -> None:
         self._files, self._columns, self._any_version = files, columns, any_version
+        self._types = types
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows of a range, from a row of the file on."""
@@ -195,6 +199,7 @@ class ParquetSource:
                 yield from make_rows(
                     batch, self._columns, file_index=source_range.file_index,
                     first=position, cursor=position, where=file.path,
+                    types=self._types,
                 )  # fmt: skip
                 position += batch.num_rows
         except MemoryError:  # Arrow's is an `ArrowException`, too

@@ -295,6 +295,7 @@ class UrlSource:
         columns: Column of each field beside the body; None for the row as ``json``.
         settings: Column of the URLs, and limits on the answers.
         downloads: Limits on the requests.
+        types: Types of fields, by their names. Others have the types of their extensions.
         allow_private: Whether addresses of private networks and of this machine may be read.
     """
 
@@ -306,9 +307,11 @@ class UrlSource:
         settings: UrlSettings,
         downloads: DownloadSettings,
         *,
+        types: Mapping[str, str],
         allow_private: bool,
     ) -> None:
         self._files, self._dataset_store = files, dataset_store
+        self._types = types
         self._columns = _select_columns(columns, settings)
         self._settings, self._downloads = settings, downloads
         self._allow_private = allow_private
@@ -443,14 +446,14 @@ class UrlSource:
             # pyarrow is imported only for what needs it.
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 
-            return ParquetSource(self._files, self._columns)
+            return ParquetSource(self._files, self._columns, types=self._types)
         files, store = self._files, self._dataset_store
         path = source_range.file.path if isinstance(source_range, TextRange) else ""
         match _find_kind(path):
             case "csv":
                 return CsvSource(files, store, self._columns, None, None)
             case "jsonl":
-                return JsonLinesSource(files, store, self._columns)
+                return JsonLinesSource(files, store, self._columns, types=self._types)
             case _:
                 text = TextFiles(files, store, any_version=False)
                 return _TextLines(text, self._settings.url_field)

@@ -4,7 +4,9 @@ import importlib
 import inspect
 import random
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +23,36 @@ from millrace.datasets.transforms.fields import (
     make_part_key,
 )
 from millrace.digest import compute_digest, get_hex
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, WorkerError
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")  # differs between two runs
 _MAX_REASON = 300  # characters
+
+
+class _StderrPrinting:
+    """Context in which `print` writes to stderr, as it does in a worker process.
+
+    The result of a command goes to stdout. Several threads may be in the context: the first one
+    replaces `sys.stdout`, and the last one restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._stdout = threading.Lock(), 0, sys.stdout
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._stdout, sys.stdout = sys.stdout, sys.stderr
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                sys.stdout = self._stdout
+
+
+_prints_to_stderr = _StderrPrinting()
 
 
 class FunctionTransform:
@@ -50,7 +78,11 @@ class FunctionTransform:
         self._takes_random = _count_arguments(function, name) > 1
 
     def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
-        """Return the samples that the function makes of each sample."""
+        """Return the samples that the function makes of each sample.
+
+        Raises:
+            WorkerError: The function ran out of memory.
+        """
         return [self._apply_to_one(sample) for sample in samples]
 
     def _apply_to_one(self, sample: Sample) -> list[Row]:
@@ -60,9 +92,14 @@ class FunctionTransform:
             return [make_bad_row(sample, str(error))]
         try:
             made = self._call(values, sample.key)
-        except MemoryError:
-            raise  # another machine may have more memory
-        except Exception as error:  # noqa: BLE001 - the reason for the quarantine
+        except MemoryError as error:  # no fault of the sample
+            raise WorkerError(
+                f"{self._name} ran out of memory at the sample {sample.key}. Lower `workers`, or "
+                "use a machine with more memory, and run it again: the run continues."
+            ) from error
+        except BaseException as error:  # also `sys.exit`, and a panic of Rust
+            if _is_interruption(error):
+                raise
             return [make_bad_row(sample, f"{self._name} raised {_format_last_line(error)}")]
         if not isinstance(made, list):
             return [self._make_row(sample, made, None)]
@@ -72,12 +109,13 @@ class FunctionTransform:
     def _call(self, values: dict[str, Any], key: str) -> object:
         """Return the result of the function: a list if it has made any number of samples."""
         arguments = [random.Random(f"{self._seed or 0}/{key}")] if self._takes_random else []
-        made: Any = self._function(values, *arguments)
-        if made is None:
-            return []
-        if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
-            return cast("object", made)
-        return list(cast("Iterable[Any]", made))
+        with _prints_to_stderr:
+            made: Any = self._function(values, *arguments)
+            if made is None:
+                return []
+            if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
+                return cast("object", made)
+            return list(cast("Iterable[Any]", made))
 
     def _make_row(self, sample: Sample, made: object, number: int | None) -> Row:
         if not isinstance(made, Mapping):
@@ -114,7 +152,14 @@ def _count_arguments(function: Callable[..., Any], name: str) -> int:
     return count
 
 
-def _format_last_line(error: Exception) -> str:
+def _is_interruption(error: BaseException) -> bool:
+    """Decide whether an exception is not of the code that it ended: of Ctrl-C, or of a signal."""
+    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+    frames = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f, _ in frames)
+
+
+def _format_last_line(error: BaseException) -> str:
     """Return the last line of a traceback, the same on every machine."""
     text = "".join(traceback.format_exception_only(type(error), error))
     line = " ".join(
@@ -140,9 +185,12 @@ def load_from_bytes(code: bytes, name: str, where: str) -> Callable[..., Any]:
         module = ModuleType(module_name)
         sys.modules[module_name] = module  # dataclasses and pickle look their module up
         try:
-            exec(compile(code, f"<{where}>", "exec"), module.__dict__)  # noqa: S102 - the user's code
-        except Exception as error:
+            with _prints_to_stderr:
+                exec(compile(code, f"<{where}>", "exec"), module.__dict__)  # noqa: S102 - the user's
+        except BaseException as error:
             del sys.modules[module_name]
+            if _is_interruption(error):
+                raise
             raise ConfigurationError(
                 f"{where} cannot be run: {_format_last_line(error)}. Modules beside the file are "
                 "not sent with it: install them as a package."
@@ -153,15 +201,18 @@ def load_from_bytes(code: bytes, name: str, where: str) -> Callable[..., Any]:
 def load_installed(module_name: str, name: str) -> tuple[Callable[..., Any], str]:
     """Import a function of an installed module; return it with the digest of its code.
 
-    The digest is that of the files of the module and of the module that defines the function. The
-    modules that they import are not in it.
+    The digest is that of the files of the module and of the module that defines the function. For
+    the modules that the module imports, see `digest_package_imports`.
 
     Raises:
         ConfigurationError: The module cannot be imported, or has no such function or no file.
     """
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
+        with _prints_to_stderr:
+            module = importlib.import_module(module_name)
+    except BaseException as error:
+        if _is_interruption(error):
+            raise
         raise ConfigurationError(
             f"The module {module_name} cannot be imported: {_format_last_line(error)}. Install it "
             "on every machine that works on the dataset, or write ./file.py:function."

@@ -14,6 +14,7 @@ from millrace import errors
 from millrace.datasets.sources import (
     DownloadSettings,
     SourceFiles,
+    SourceKind,
     is_store_url,
     open_files,
     open_source,
@@ -26,6 +27,12 @@ from millrace.datasets.transforms.function import (
     load_from_bytes,
     load_installed,
 )
+from millrace.datasets.transforms.imports import (
+    check_imports,
+    digest_file_imports,
+    digest_package_imports,
+)
+from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.datasets.transforms.rename import RenameTransform
 from millrace.datasets.transforms.settings import (
     FilterSettings,
@@ -46,6 +53,9 @@ _VERSION = "1"  # changes whenever the code of this package makes other samples 
 _MAX_CODE_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_TOKENIZERS = 4  # tokenizers that a process keeps
+_TABLE_KINDS = {
+    SourceKind.JSONL, SourceKind.CSV, SourceKind.PARQUET, SourceKind.HUGGINGFACE
+}  # fmt: skip
 _tokenizers: dict[str, bytes] = {}  # verified tokenizers, by their digests
 
 
@@ -184,13 +194,20 @@ def list_transform_changes(committed: JsonObject, proposed: JsonObject) -> list[
     if [step["kind"] for step in before] != [step["kind"] for step in after]:
         kinds = (", ".join(step["kind"] for step in steps) or "none" for steps in (before, after))
         return [*changes, "transforms ({}, now {})".format(*kinds)]
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+    for number, steps in enumerate(zip(before, after, strict=True)):
+        old, new = map(_flatten_step, steps)
         changes += [
             f"transforms.{number}.{name} ({old.get(name)}, now {new.get(name)})"
             for name in sorted(old.keys() | new.keys())
-            if name != "object" and old.get(name) != new.get(name)
+            if old.get(name) != new.get(name)
         ]
     return changes
+
+
+def _flatten_step(step: JsonObject) -> JsonObject:
+    """Return the values of a step that decide its samples, with a name for each module."""
+    modules = {f"modules.{name}": digest for name, digest in step.get("modules", {}).items()}
+    return {n: value for n, value in step.items() if n not in {"object", "modules"}} | modules
 
 
 class _FileReader:
@@ -282,11 +299,18 @@ def _describe_step(step: TransformSettings, reader: _FileReader) -> JsonObject:
         case FunctionSettings(file=None):
             digest = load_installed(step.module, step.name)[1]
             _check_digest(step.module, digest, step.digest)
-            return {"kind": step.kind, "function": step.function, "digest": digest}
+            described = {"kind": step.kind, "function": step.function, "digest": digest}
+            return described | _describe_modules(digest_package_imports(step.module))
         case FunctionSettings():
             file = reader.read(str(step.file), step.digest, "py", _MAX_CODE_BYTES)
-            load_from_bytes(reader.objects[file["object"]], step.name, str(step.file))
-            return {"kind": step.kind, "function": step.name, **file}
+            code = reader.objects[file["object"]]
+            load_from_bytes(code, step.name, str(step.file))
+            described = {"kind": step.kind, "function": step.name, **file}
+            if "://" in str(step.file):
+                return described
+            return described | _describe_modules(
+                digest_file_imports(code, Path(str(step.file)).parent)
+            )
         case TokenizeSettings():
             file = reader.read(step.tokenizer, step.digest, "json", _MAX_TOKENIZER_BYTES)
             module = _import_tokenize()
@@ -295,6 +319,11 @@ def _describe_step(step: TransformSettings, reader: _FileReader) -> JsonObject:
                 mode="json", exclude={"tokenizer", "digest"}, exclude_none=True
             )
             return {**others, **file, "dtype": made.dtype, "library": module.LIBRARY_VERSION}
+
+
+def _describe_modules(digests: dict[str, str]) -> JsonObject:
+    """Return the part of a description with the modules that a function imports, if any."""
+    return {"modules": digests} if digests else {}
 
 
 def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> TransformChain:
@@ -356,6 +385,7 @@ def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> byt
 
 
 def _open_function(step: JsonObject, body: bytes, seed: int | None) -> FunctionTransform:
+    check_imports(step.get("modules", {}))
     if "object" in step:
         name = step["function"]
         return FunctionTransform(load_from_bytes(body, name, "The file of a transform"), name, seed)
@@ -387,6 +417,7 @@ def open_transformed_source(
     files: SourceFiles,
     dataset_store: Store,
     *,
+    types: Mapping[str, str],
     any_version: bool = False,
     downloads: DownloadSettings | None = None,
     allow_private: bool = False,
@@ -397,6 +428,8 @@ def open_transformed_source(
         record: Source of the plan.
         files: Files of the source.
         dataset_store: Store of the dataset.
+        types: Types of the samples' fields, by their names. Others have the types of their
+            extensions.
         any_version: Whether a file is also read if it was written again after the plan was made.
         downloads: Settings of the requests to the servers of a list of URLs; None for the defaults.
         allow_private: Whether these servers may be in a private network or on this machine.
@@ -405,9 +438,23 @@ def open_transformed_source(
         record,
         files,
         dataset_store,
+        types=types,
         any_version=any_version,
         downloads=downloads,
         allow_private=allow_private,
     )
     chain = open_transforms(record.settings.get("transforms", {}), dataset_store)
-    return TransformedSource(source, chain)
+    return TransformedSource(source, chain, None if _makes_json(record) else JsonCheck(types))
+
+
+def _makes_json(record: SourceRecord) -> bool:
+    """Decide whether Millrace has made or parsed all JSON of the samples.
+
+    Whole rows are such JSON. The bytes of a column, a file or a function may be anything.
+    """
+    steps = record.settings.get("transforms", {}).get("steps", [])
+    return (
+        record.kind in _TABLE_KINDS
+        and record.settings["columns"] is None
+        and not any(step["kind"] in {"function", "rename"} for step in steps)
+    )

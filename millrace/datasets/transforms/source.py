@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from millrace.datasets.sample import Row, RowBatch, batch_rows
+from millrace.datasets.sample import Row, RowBatch, batch_rows, iterate_rows
 from millrace.datasets.sources.base import BatchSource, Source
 from millrace.datasets.transforms.base import (
     Packing,
@@ -12,6 +12,7 @@ from millrace.datasets.transforms.base import (
     apply_transform,
     make_changed_error,
 )
+from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.schemas.dataset import SourceRange
 
 
@@ -38,10 +39,17 @@ class TransformedSource:
     Args:
         source: The source.
         chain: Transforms of the samples. Without any, the rows of the source are not touched.
+        json_check: Check of the fields that are JSON; None if Millrace has made all of them.
+
+    Attributes:
+        dropped: Number of rows of the source that became no row, since the last iteration began.
     """
 
-    def __init__(self, source: Source, chain: TransformChain) -> None:
-        self._source, self._chain = source, chain
+    def __init__(
+        self, source: Source, chain: TransformChain, json_check: JsonCheck | None = None
+    ) -> None:
+        self._source, self._chain, self._json_check = source, chain, json_check
+        self.dropped = 0
 
     def iterate_rows(self, source_range: SourceRange, cursor: int, skip: int = 0) -> Iterator[Row]:
         """Yield the rows of a source range from a position on.
@@ -57,12 +65,20 @@ class TransformedSource:
             ChangedError: A file has changed since the plan was made, or a transform makes less of
                 a row than before.
         """
+        if self._json_check is None:
+            return self._transform_rows(source_range, cursor, skip)
+        if isinstance(self._source, BatchSource) and not self._chain.transforms:
+            return iterate_rows(self.iterate_batches(source_range, cursor))
+        return self._json_check.check_rows(self._transform_rows(source_range, cursor, skip))
+
+    def _transform_rows(self, source_range: SourceRange, cursor: int, skip: int) -> Iterator[Row]:
         rows = self._source.iterate_rows(source_range, cursor)
         if not self._chain.transforms:
             return rows
         groups = _group_rows(rows, cursor)
         for transform in self._chain.transforms:
             groups = apply_transform(transform, groups)
+        groups = self._count_dropped(groups)
         if self._chain.packing is not None:
             # Numpy is imported only for what needs it.
             from millrace.datasets.transforms.packing import pack_groups  # noqa: PLC0415
@@ -75,8 +91,17 @@ class TransformedSource:
     ) -> Iterator[RowBatch | Row]:
         """Yield the rows of `iterate_rows`, with consecutive small samples in batches."""
         if isinstance(self._source, BatchSource) and not self._chain.transforms:
-            return self._source.iterate_batches(source_range, cursor)
+            batches = self._source.iterate_batches(source_range, cursor)
+            return batches if self._json_check is None else self._json_check.check_batches(batches)
         return batch_rows(self.iterate_rows(source_range, cursor, skip))
+
+    def _count_dropped(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
+        self.dropped = 0
+        for group in groups:
+            self.dropped += not group.rows
+            held = [group]
+            del group  # a large row is not held while the next is read
+            yield held.pop()
 
 
 def _group_rows(rows: Iterator[Row], cursor: int) -> Iterator[RowGroup]:

@@ -73,7 +73,11 @@ class RankGroup:
         """
         if self._group is not None:
             shape, device = tuple(into.shape), self._device
-            sent = torch.empty(shape, device=device) if whole is None else whole.to(device)
+            sent = (
+                torch.empty(shape, dtype=torch.float32, device=device)
+                if whole is None
+                else whole.to(device)
+            )
             distributed.broadcast(sent, group=self._group, group_src=owner)
             whole = sent
         assert whole is not None

@@ -265,7 +265,7 @@ class WeightShard:
                 content[kind][name] = (
                     torch.from_numpy(held[name])  # pyright: ignore[reportUnknownMemberType]
                     if name in held
-                    else torch.empty(shape, device="meta")
+                    else torch.empty(shape, dtype=torch.float32, device="meta")
                 )
         self._saving = self._saver.save(
             content,

@@ -30,12 +30,12 @@ class _Scratch:
     """Memory that is reused for the next tensor, since new memory is slow."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32)
 
     def take(self, size: int, device: torch.device) -> torch.Tensor:
         """Return ``size`` float32 values with arbitrary content."""
         if self._memory.numel() < size or self._memory.device != device:
-            self._memory = torch.empty(size, device=device)
+            self._memory = torch.empty(size, dtype=torch.float32, device=device)
         return self._memory[:size]
 
 
@@ -132,7 +132,7 @@ class Decoder:
             CodeError: The bytes are not a compressed tensor of this shape.
         """
         if out is None:
-            out = torch.empty(shape)
+            out = torch.empty(shape, dtype=torch.float32)
         plain = self.codec.transform is Transform.NONE
         values = out.view(-1) if plain else self._scratch.take(out.numel(), out.device)
         if out.is_cpu:

@@ -11,6 +11,7 @@ So several machines can each read some tensors, and their results are checked ag
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum, sqrt
 
 from pydantic import ValidationError
 
@@ -33,9 +34,9 @@ from millrace.gradients.codec.tensors import (
     decode_values,
     unpack_tensor,
 )
-from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, find_buffer_range
 from millrace.storage import Stat, Store, read_range
+from millrace.torchfile import FormatError, read_texts_and_tensors
 
 _KEY = "millrace"
 
@@ -398,7 +399,7 @@ def check_tensors(
         if codec.is_buffer(name):  # a buffer is a value, not a change: the norm excludes it
             continue
         each = (kernels.sum_squares(decode_values(sparse, codec).reshape(-1)) for sparse in groups)
-        squares[name] = float(sum(each))
+        squares[name] = fsum(each)  # `sum` differs between versions of Python
     return CheckedTensors(tensors, digests, squares, fault)
 
 
@@ -439,7 +440,7 @@ def assemble_gradient(
     for part in parts:
         if part.fault:
             raise GradientError(ExclusionReason.CODES, part.fault)
-    norm = sum(square for part in parts for square in part.squares.values()) ** 0.5
+    norm = sqrt(fsum(square for part in parts for square in part.squares.values()))
     most = NORM_MOST if expected.max_norm is None else min(expected.max_norm, NORM_MOST)
     if not norm <= most:
         raise GradientError(ExclusionReason.NORM, f"Its norm is {norm:.3g}, more than {most:.3g}.")

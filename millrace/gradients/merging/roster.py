@@ -26,6 +26,7 @@ def update_roster(
     window: int,
     *,
     quorum: int,
+    wanted: int | None = None,
 ) -> dict[str, RosterEntry]:
     """Return the roster of a window. A worker without a place in a full roster is left out.
 
@@ -37,15 +38,20 @@ def update_roster(
         window: Number of the window.
         quorum: Number of registered workers that the window needs. If fewer are established, those
             that warm up count, too.
+        wanted: Number of merged gradients with which a window ends before its deadline, if it is
+            not that of all workers that count.
     """
-    roster = {uid: _note_window(entry, uid, link, settings) for uid, entry in before.items()}
+    roster = {
+        uid: _note_window(entry, uid, link, settings, wanted) for uid, entry in before.items()
+    }
     for uid, registration in sorted(registrations.items()):
         if not _is_admitted(uid, registration.key, settings):
             continue
         active = sum(entry.is_active for entry in roster.values())
-        entry = _register(
-            roster.get(uid), registration, settings, window, has_room=active < settings.most
-        )
+        known = roster.get(uid)
+        if known is not None and not _is_admitted(uid, known.key, settings):
+            known = None  # the settings now admit the name with another key
+        entry = _register(known, registration, settings, window, has_room=active < settings.most)
         if entry is not None:
             roster[uid] = entry
     roster = {uid: _end_membership(entry, uid, settings, window) for uid, entry in roster.items()}
@@ -64,9 +70,17 @@ def update_roster(
 
 
 def _note_window(
-    entry: RosterEntry, uid: str, link: ChainStart | ChainLink, settings: RegistrationSettings
+    entry: RosterEntry,
+    uid: str,
+    link: ChainStart | ChainLink,
+    settings: RegistrationSettings,
+    wanted: int | None,
 ) -> RosterEntry:
-    """Return the entry of a worker after a window. A gradient that was not needed is ignored."""
+    """Return the entry of a worker after a window.
+
+    A gradient that was not needed changes nothing. Nor does one that the window did not wait for,
+    or that the aggregator could not read.
+    """
     if not entry.is_active or not isinstance(link, ChainLink):
         return entry
     if uid in link.taken or (uid in link.excluded and link.excluded[uid].reason in _VALID):
@@ -74,6 +88,12 @@ def _note_window(
         status = RosterStatus.ESTABLISHED if valid >= settings.warm_up else entry.status
         return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
     if uid not in link.excluded:
+        return entry
+    reason = link.excluded[uid].reason
+    is_awaited = not entry.counts or wanted is None or len(link.taken) < wanted
+    if reason is ExclusionReason.UNAVAILABLE or (
+        reason is ExclusionReason.MISSING and not is_awaited
+    ):
         return entry
     missed = entry.missed + 1
     status = RosterStatus.REMOVED if missed >= settings.missed else entry.status

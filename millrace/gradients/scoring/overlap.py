@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.gradients.codec.tensors import SparseChunks
+from millrace.gradients.codec.tensors import SparseChunks, decode_values
 from millrace.gradients.merging.merge import GradientsByWorker
 from millrace.schemas.gradient import Codec, Support
 from millrace.schemas.scores import CopiedGradient
@@ -20,11 +20,12 @@ from millrace.schemas.scores import CopiedGradient
 def compute_overlaps(
     gradients: GradientsByWorker, workers: Sequence[str], codec: Codec
 ) -> npt.NDArray[np.float64]:
-    """Return the share of equal indices of each pair of workers.
+    """Return the share of equal indices of each pair of workers, of those of the one with fewer.
 
-    Each index is looked at once for each worker that sent it, so the time grows with the number of
-    values that were sent, not with the number of pairs. Buffers, and tensors of which every value
-    is sent, say nothing and are left out.
+    Only indices of values that are not 0 count: where a tensor did not change, all workers send the
+    same indices of zeros. Each index is looked at once for each worker that sent it, so the time
+    grows with the number of values that were sent, not with the number of pairs. Buffers, and
+    tensors of which every value is sent, say nothing and are left out.
 
     Args:
         gradients: Gradients of the workers.
@@ -36,7 +37,7 @@ def compute_overlaps(
     """
     worker_count = len(workers)
     equal = np.zeros(worker_count * worker_count, np.int64)
-    sent = 0
+    sent = np.zeros(worker_count, np.int64)
     if not workers or codec.support is Support.SHARED:
         return np.zeros((worker_count, worker_count))
     for name in gradients[workers[0]]:
@@ -44,10 +45,11 @@ def compute_overlaps(
             continue
         for groups in zip(*(gradients[worker][name] for worker in workers), strict=True):
             if groups[0].chunks.k < groups[0].chunks.size:
-                sent += groups[0].chunks.sent
-                equal += _count_equal(groups)
+                places = [_list_places(one, codec.select_for_tensor(name)) for one in groups]
+                sent += [len(one) for one in places]
+                equal += _count_equal(places)
     counts = equal.reshape(worker_count, worker_count)
-    return (counts + counts.T) / max(sent, 1)
+    return (counts + counts.T) / np.maximum(np.minimum.outer(sent, sent), 1)
 
 
 def find_copies(
@@ -76,12 +78,17 @@ def find_copies(
     return copies
 
 
-def _count_equal(groups: Sequence[SparseChunks]) -> npt.NDArray[np.int64]:
-    """Return, for each pair of workers, how many indices both sent: (workers * workers,)."""
-    worker_count, (count, k) = len(groups), groups[0].indices.shape
-    rows = np.repeat(np.arange(count, dtype=np.int64), k) * groups[0].chunks.size
-    places: Any = np.concatenate([rows + one.indices.ravel() for one in groups])
-    senders = np.repeat(np.arange(worker_count, dtype=np.int64), count * k)
+def _list_places(sparse: SparseChunks, codec: Codec) -> npt.NDArray[np.int64]:
+    """Return the places of the values that are not 0, within the group of chunks."""
+    rows = np.arange(len(sparse.indices), dtype=np.int64)[:, None] * sparse.chunks.size
+    return (rows + sparse.indices)[decode_values(sparse, codec) != 0]
+
+
+def _count_equal(groups: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Return, for each pair of workers, how many places both have: (workers * workers,)."""
+    worker_count = len(groups)
+    places: Any = np.concatenate(groups)
+    senders = np.repeat(np.arange(worker_count, dtype=np.int64), [len(one) for one in groups])
     order = np.argsort(places, kind="stable")  # within a place, in the order of the workers
     places, senders = places[order], senders[order]
     equal = np.zeros(worker_count * worker_count, np.int64)

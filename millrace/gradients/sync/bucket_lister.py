@@ -132,10 +132,13 @@ class BucketLister:
                     name = f"{folder}gradient-{window:09d}-"
                     for stat in islice(list_objects(store, name), _MOST_NAMED):
                         self._note_gradient(listing, asked, stat)
-        except errors.MillraceError as error:
-            excluded = ExcludedWorker(
-                reason=ExclusionReason.UNAVAILABLE, sentence=explain_failure(error)
+        except Exception as error:  # noqa: BLE001 - a listing that causes an error harms only its workers
+            sentence = (
+                explain_failure(error)
+                if isinstance(error, errors.MillraceError)
+                else f"Its objects cannot be listed ({type(error).__name__})."
             )
+            excluded = ExcludedWorker(reason=ExclusionReason.UNAVAILABLE, sentence=sentence)
             listing.failed.update(dict.fromkeys(uids, excluded))
             listing.objects.clear()
             listing.size.clear()

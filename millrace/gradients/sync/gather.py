@@ -10,6 +10,8 @@ frequent overwrites do not keep readers busy.
 import time
 from collections.abc import Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
+from datetime import datetime
 
 from millrace import errors
 from millrace.gradients.merging.gather_window import GatherWindow, Sender, WaitLimit
@@ -115,10 +117,13 @@ class _Gathering:
         self._quota = QuotaMonitor(settings, progress)
         self._results = GatherResults(tuple(self._stores), progress)
         self._is_over = False
+        self._clock = StoreClock.read_machine_clock()
+        self._first_seen: dict[tuple[str, str | None], datetime] = {}  # by worker and ETag
+        self._seen: dict[str, datetime] = {}  # time at which what is read of a worker was seen
 
     def run(self, clock: StoreClock) -> GatheredWindow:
         """List and read until enough gradients are valid, or the window has ended."""
-        began = time.monotonic()
+        began, self._clock = time.monotonic(), clock
         settings = self._settings
         opens, closes = self._gather_window.opens, self._gather_window.closes
         hedged_at = opens + settings.hedge * (closes - opens)
@@ -198,11 +203,17 @@ class _Gathering:
                 if self._reader.is_reading(uid) or uid in valid:
                     continue
                 if self._results.should_read(uid, stat):
+                    version = uid, stat.etag
+                    self._seen[uid] = self._first_seen.setdefault(version, self._clock.now())
                     self._reader.begin(uid, self._stores[uid], stat)
 
     def _collect_results(self, *, is_last: bool = False) -> None:
         for uid, result in self._reader.take_finished().items():
-            self._results.note(uid, result, is_last=is_last)
+            written = result.written
+            if written is not None and self._stores[uid].is_foreign:
+                # Its endpoint may state any time, such as one before that of a copied gradient.
+                written = max(written, self._seen[uid])
+            self._results.note(uid, replace(result, written=written), is_last=is_last)
 
     def _make_result(self, seconds: float) -> GatheredWindow:
         results, reader = self._results, self._reader

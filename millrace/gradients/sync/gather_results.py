@@ -151,17 +151,21 @@ class GatherResults:
     def select_valid(self) -> list[str]:
         """Return the workers with valid gradients, in their order.
 
-        Of equal contents only the earliest counts.
+        Of equal contents only the earliest counts. Gradients without any change are no copies.
         """
-        bodies = {
-            uid: result.gradient.header.body
+        valid = {
+            uid: result.gradient
             for uid in self._order
             if (result := self._results.get(uid)) and result.gradient
         }
         first: dict[str, str] = {}
-        for uid in sorted(bodies, key=lambda uid: (str(self._results[uid].written), uid)):
-            first.setdefault(bodies[uid], uid)
-        return [uid for uid, body in bodies.items() if first[body] == uid]
+        for uid in sorted(valid, key=lambda uid: (str(self._results[uid].written), uid)):
+            first.setdefault(valid[uid].header.body, uid)
+        return [
+            uid
+            for uid, gradient in valid.items()
+            if first[gradient.header.body] == uid or not gradient.norm
+        ]
 
     def explain_exclusion(self, uid: str, *, is_pending: bool) -> ExcludedWorker:
         """Return the reason why a worker is excluded.

@@ -21,8 +21,8 @@ from millrace.gradients.state import WeightState
 from millrace.gradients.sync.chain_follower import ChainFollower
 from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.gradients.sync.model_tensors import ModelTensors
-from millrace.gradients.sync.registrations import register
 from millrace.gradients.sync.worker_key import WorkerKey
+from millrace.gradients.sync.worker_registration import WorkerRegistration
 from millrace.gradients.weights import load_newest_weights
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart
@@ -97,6 +97,8 @@ class Participant:
         )
         self._submitted = 0
         self._packed: Sequence[bytes] | None = None  # gradient whose upload has failed
+        self._has_registered = False
+        self._registration: WorkerRegistration | None = None  # on the first rank
 
     @classmethod
     def join(
@@ -119,10 +121,10 @@ class Participant:
         described and deleted below its prefix first. If the workers of the run register, this one
         does, with ``key`` or the key in `DEFAULT_KEY_FILE`, unless ``is_named``: the settings of
         the aggregator name it. The gradients of a worker that registers are read from the next
-        window on.
+        window on. If the aggregator removes it meanwhile, `submit` registers it again.
 
         Raises:
-            ConfigurationError: The name is registered by another key.
+            ConfigurationError: The name is registered by another key, or is not admitted.
             DeniedError: The credentials may not write or delete below the worker's prefix.
             NotFoundError: The run has not begun.
             ChainError: The chain has no undamaged checkpoint, or is broken.
@@ -130,8 +132,6 @@ class Participant:
         ranks = RankGroup(group)
         scope = settings.gradient_keys.make_worker_prefix(uid).rstrip("/")
         ranks.run_on_first(lambda: check_access(store, Right.WRITE, scope))
-        if settings.registration is not None and not is_named:
-            ranks.run_on_first(lambda: register(settings, uid, store, chain_store, key))
 
         def allocate(shapes: Shapes) -> RankedWeights:
             return RankedWeights(shapes, ranks, threads=threads)
@@ -139,7 +139,7 @@ class Participant:
         weights, after = load_newest_weights(
             chain_store, settings.chain_keys, allocate, ranks=ranks, progress=progress
         )
-        return cls(
+        participant = cls(
             settings,
             uid,
             store,
@@ -150,6 +150,21 @@ class Participant:
             threads=threads,
             progress=progress,
         )
+        if settings.registration is not None and not is_named:
+            participant._register(key)
+        return participant
+
+    def _register(self, key: WorkerKey | None) -> None:
+        """Register the worker, on its first rank."""
+
+        def register() -> None:
+            self._registration = WorkerRegistration(
+                self._settings, self._uid, self._store, self._chain_store, key
+            )
+            self._registration.join()
+
+        self._ranks.run_on_first(register)
+        self._has_registered = True
 
     def iterate_windows(self) -> Iterator[TrainingWindow]:
         """Yield the windows from the open one to the end of the run.
@@ -207,6 +222,8 @@ class Participant:
         size = self._ranks.run_on_first(lambda: self._put(packed, window, tokens, samples))
         self._packed = None
         self._progress(GradientSent(uid=self._uid, window=window, size=size))
+        if self._registration is not None:
+            self._registration.renew(window)
         return size
 
     def _put(self, packed: Sequence[bytes], window: int, tokens: int, samples: str) -> int:
@@ -254,34 +271,24 @@ class Participant:
         self._chain.wait_for_next_link(timeout)
         self.catch_up()
 
-    def leave(self, key: WorkerKey | None = None) -> None:
+    def leave(self) -> None:
         """Leave the run after the last window that this worker has sent a gradient for.
 
-        Then no window waits for it. A worker that leaves may join again, and warms up again.
-
-        Args:
-            key: Key with which the worker joined; by default that in `DEFAULT_KEY_FILE`.
+        Call it after `submit` and before `receive` of that window: then no window waits for the
+        worker. After `receive`, the next window may be open already, and waits for it. A worker
+        that leaves may join again, and warms up again.
 
         Raises:
-            ConfigurationError: The workers of the run do not register.
+            ConfigurationError: The worker has not registered.
             DeniedError: The credentials may not write below the worker's prefix.
         """
-        if self._settings.registration is None:
+        if not self._has_registered:
             raise errors.ConfigurationError(
-                f"The workers of {self._settings.name} do not register: the aggregator's settings "
-                "name them."
+                f"{self._uid} has not registered in {self._settings.name}: the settings of the "
+                "aggregator name it, and it leaves when they no longer do."
             )
-        last = max(self._submitted, self._chain.window)
-        self._ranks.run_on_first(
-            lambda: register(
-                self._settings,
-                self._uid,
-                self._store,
-                self._chain_store,
-                key,
-                leaves_after=last,
-            )
-        )
+        last, registration = max(self._submitted, self._chain.window), self._registration
+        self._ranks.run_on_first(lambda: registration.leave(last) if registration else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint, with the residuals."""

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from millrace import errors
-from millrace.gradients.merging.links import find_newest_window
+from millrace.gradients.merging.links import find_newest_window, read_link
 from millrace.gradients.merging.roster import update_roster
 from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
 from millrace.gradients.settings import RegistrationSettings, RunSettings, WindowOpening
@@ -17,7 +17,12 @@ from millrace.keys.names import is_valid_name
 from millrace.progress import Progress
 from millrace.records import commit_once, fetch
 from millrace.schemas.chain import ChainLink, ChainStart
-from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
+from millrace.schemas.registration import (
+    LARGEST_NUMBER,
+    Registration,
+    RosterEntry,
+    RosterStatus,
+)
 from millrace.storage import Store, list_folders, list_objects
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,7 @@ class Registrar:
         self._settings = settings
         self._chain_store, self._gradients_store = chain_store, gradients_store
         self._fixed, self._progress = frozenset(fixed), progress
+        self._warned = set[str]()
 
     def await_roster(self, window: int, link: ChainStart | ChainLink) -> dict[str, RosterEntry]:
         """Return the roster of a window. A window that is open already keeps its roster.
@@ -63,10 +69,10 @@ class Registrar:
         if settings.registration is None:
             return {}
         keys = settings.chain_keys
-        opened = _read_roster(self._chain_store, keys, window)
+        opened = read_roster(self._chain_store, keys, window)
         if opened is not None:
             return opened
-        before = _read_roster(self._chain_store, keys, window - 1) or {}
+        before = read_roster(self._chain_store, keys, window - 1) or {}
         fixed = len(self._fixed)
         quorum = max(settings.gather.quorum, 1)
         waits_until = time.monotonic() + settings.window_length.total_seconds()
@@ -78,10 +84,13 @@ class Registrar:
                 before,
                 settings.registration,
                 exclude=self._fixed,
+                warn=self._warn_once,
             )
             roster = update_roster(
-                before, link, found, settings.registration, window, quorum=quorum - fixed
-            )
+                before, link, found, settings.registration, window,
+                quorum=quorum - fixed, wanted=settings.gather.wanted,
+            )  # fmt: skip
+            self._explain_ignored(found, roster, settings.registration)
             active = fixed + sum(entry.is_active for entry in roster.values())
             if active >= quorum or time.monotonic() >= waits_until:
                 self._report_changes(window, before, roster)
@@ -92,6 +101,34 @@ class Registrar:
                 )
                 is_reported = True
             time.sleep(settings.gather.poll_interval.total_seconds())
+
+    def _explain_ignored(
+        self,
+        found: Mapping[str, Registration],
+        roster: Mapping[str, RosterEntry],
+        settings: RegistrationSettings,
+    ) -> None:
+        """Log why registrations have changed nothing."""
+        for uid, registration in found.items():
+            entry = roster.get(uid)
+            if entry is not None and entry.number >= registration.number:
+                continue
+            if settings.admitted is not None and settings.admitted.get(uid) != registration.key:
+                reason = f"`admitted` has another key for it than {registration.key}"
+            elif entry is not None and entry.key != registration.key:
+                reason = "the name belongs to another key"
+            elif registration.leaves_after is not None:
+                continue
+            else:
+                reason = f"the run has its largest number of workers, {settings.most}"
+            self._warn_once(
+                f"The registration {registration.number} of {uid} is ignored, since {reason}."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
 
     def _report_changes(
         self, window: int, before: Mapping[str, RosterEntry], roster: Mapping[str, RosterEntry]
@@ -124,6 +161,7 @@ def read_registrations(
     settings: RegistrationSettings,
     *,
     exclude: Collection[str] = (),
+    warn: Callable[[str], None] = log.warning,
 ) -> dict[str, Registration]:
     """Return the newest registrations of workers, without those that were read before.
 
@@ -136,12 +174,13 @@ def read_registrations(
         settings: Settings of the registration. If they name the admitted workers, only these are
             looked for.
         exclude: Names that no registered worker may have.
+        warn: Called with a sentence about what cannot be read.
     """
     names = settings.admitted
     try:
         found = sorted(list_folders(store, f"{keys.run}/") if names is None else names)
     except errors.UnavailableError as error:
-        log.warning("No worker can join or leave in this window: %s", error)
+        warn(f"No worker can join or leave in this window: {error}")
         return {}
     uids = [
         uid for uid in found if uid not in exclude and is_valid_name(keys.make_worker_prefix, uid)
@@ -152,10 +191,10 @@ def read_registrations(
         try:
             newest = find_registration(store, keys, uid, after=entry.number if entry else 0)
         except errors.MillraceError as error:
-            log.warning("The registration of %s cannot be read: %s", uid, error)
+            warn(f"The registration of {uid} cannot be read: {error}")
             return None
         if newest is not None and not _is_consistent(newest, keys, uid):
-            log.warning("The registration %d of %s is not signed by it.", newest.number, uid)
+            warn(f"The registration {newest.number} of {uid} is not signed by it.")
             return None
         return newest
 
@@ -201,15 +240,20 @@ def read_newest_roster(store: Store, keys: ChainKeys) -> tuple[int, dict[str, Ro
     Args:
         store: Bucket of the aggregator.
         keys: Keys of the run's chain.
+
+    Raises:
+        NotFoundError: The run has not begun.
     """
-    merged = max(0, find_newest_window(store, keys))
+    merged = find_newest_window(store, keys)
+    if merged < 0:
+        read_link(store, keys, 0)
     for window in (merged + 1, merged):
-        if (roster := _read_roster(store, keys, window)) is not None:
+        if (roster := read_roster(store, keys, window)) is not None:
             return window, roster
     return 0, {}
 
 
-def _read_roster(store: Store, keys: ChainKeys, window: int) -> dict[str, RosterEntry] | None:
+def read_roster(store: Store, keys: ChainKeys, window: int) -> dict[str, RosterEntry] | None:
     """Return the roster that a window was opened with; None if it was not opened."""
     try:
         return fetch(store, keys.make_opening_key(window), WindowOpening).roster
@@ -240,14 +284,16 @@ def register(
         Newest registration of the worker.
 
     Raises:
-        ConfigurationError: The name is registered by another key.
+        ConfigurationError: The name is registered by another key, or the settings do not admit it
+            with this key.
         DeniedError: The credentials may not list, read or write below the worker's prefix.
     """
     keys, key = settings.gradient_keys, key or WorkerKey.load()
+    is_admitted = _check_admitted(settings, uid, key)
     entry = read_newest_roster(chain_store, settings.chain_keys)[1].get(uid)
     newest = find_registration(store, keys, uid)
     owner = entry or newest  # the roster knows who was first
-    if owner is not None and owner.key != key.public:
+    if owner is not None and owner.key != key.public and not is_admitted:
         raise errors.ConfigurationError(
             f"The name {uid} of {keys.run} is registered by another key: join with the file of "
             "that key, or with another name."
@@ -261,6 +307,11 @@ def register(
         and not is_gone
     ):
         return newest
+    if number >= LARGEST_NUMBER:
+        raise errors.ConfigurationError(
+            f"The registrations of {uid} in {keys.run} have the largest number: join with another "
+            "name."
+        )
     wanted = Registration(
         run=keys.run,
         version=keys.version,
@@ -275,3 +326,25 @@ def register(
             f"Another process has registered {uid} of {keys.run} meanwhile: run each worker once."
         )
     return commit.record
+
+
+def _check_admitted(settings: RunSettings, uid: str, key: WorkerKey) -> bool:
+    """Decide whether the settings give a name to a key, whoever has registered it before.
+
+    Raises:
+        ConfigurationError: The settings admit only others.
+    """
+    admitted = settings.registration.admitted if settings.registration else None
+    if admitted is None:
+        return False
+    if uid not in admitted:
+        raise errors.ConfigurationError(
+            f"The settings of {settings.name} do not admit the worker {uid}: add its key to "
+            f"`admitted`, {uid}: {key.public}."
+        )
+    if admitted[uid] != key.public:
+        raise errors.ConfigurationError(
+            f"The settings of {settings.name} admit {uid} with the key {admitted[uid]}, and this "
+            f"one is {key.public}: join with the file of that key, or correct `admitted`."
+        )
+    return True

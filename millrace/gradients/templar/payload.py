@@ -27,9 +27,9 @@ import torch
 
 from millrace.gradients.codec.chunks import Tiles
 from millrace.gradients.codec.gradient_object import NORM_MOST, GradientError, Shapes
-from millrace.gradients.codec.torchfile import FormatError, TensorInFile, TorchFile, TorchName
 from millrace.gradients.templar.tiling import make_templar_tiles, restore_from_tiles
 from millrace.schemas.gradient import ExclusionReason, Transform
+from millrace.torchfile import FormatError, TensorInFile, TorchFile, TorchName
 
 MetadataValue = None | bool | int | float | str | tuple["MetadataValue", ...] | dict[str, Any]
 """Value of a payload's metadata."""

@@ -35,7 +35,7 @@ from millrace.rentals.messages import (
 )
 from millrace.storage import Store, create, exists, list_objects, open_store, put, read
 
-_RETRY_TIMEOUT = timedelta(seconds=20)  # time in which one report is retried
+_RETRY_TIMEOUT = timedelta(seconds=20)  # time in which one request is retried
 _STOP_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -63,7 +63,7 @@ class GuestProgram:
         After a restart of the container, a program that has ended before is not run again.
 
         Raises:
-            MillraceError: The report of the exit could not be written.
+            MillraceError: The store could not be read. The program has not run.
         """
         if exists(self._store, self._keys.program_exit):
             return 0
@@ -74,16 +74,9 @@ class GuestProgram:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         began = time.monotonic()
-        with tempfile.TemporaryFile() as output:
+        with tempfile.TemporaryFile(buffering=0) as output:
             code = self._run_process(output)
-            while self._upload_log_chunk(output):
-                pass
-        seconds = time.monotonic() - began
-        put(
-            self._store,
-            self._keys.program_exit,
-            _encode_message(ProgramExit(code=code, seconds=seconds)),
-        )
+            self._report_exit(ProgramExit(code=code, seconds=time.monotonic() - began), output)
         return code
 
     def _read_files(self) -> dict[str, str]:
@@ -113,7 +106,8 @@ class GuestProgram:
             return 127
 
         def handle_sigterm(_: int, __: FrameType | None) -> None:
-            _stop_process(program)
+            if program.poll() is None:  # otherwise another process may have its number
+                _stop_process(program)
 
         signal.signal(signal.SIGTERM, handle_sigterm)
         while True:
@@ -122,6 +116,21 @@ class GuestProgram:
                 code = program.wait(self._config.heartbeat_interval)
                 kill_descendants(excluded=spared)  # processes in sessions of their own
                 return code
+
+    def _report_exit(self, report: ProgramExit, output: IO[bytes]) -> None:
+        """Upload the rest of the log, then the report, until the store has both.
+
+        Without the report, the owner would run the program again on another machine. Heartbeats
+        continue. The deadline of the machine ends the tries.
+        """
+        while True:
+            while self._upload_log_chunk(output):
+                pass
+            is_log_complete = self._uploaded_bytes == os.fstat(output.fileno()).st_size
+            if is_log_complete and self._send_message(self._keys.program_exit, report):
+                return
+            self._send_heartbeat(output)
+            time.sleep(self._config.heartbeat_interval)
 
     def _send_heartbeat(self, output: IO[bytes]) -> None:
         """Send a heartbeat and the new output."""
@@ -156,15 +165,14 @@ class GuestProgram:
         self._chunk_count += 1
         return len(chunk) == size
 
-    def _send_message(self, key: str, message: BaseModel) -> None:
+    def _send_message(self, key: str, message: BaseModel) -> bool:
+        """Write a message; return whether the store has it."""
         try:
-            put(self._store, key, _encode_message(message))
+            put(self._store, key, message.model_dump_json().encode())
         except errors.MillraceError as error:
             self._log.warning("the report could not be written: %s", errors.format_error(error))
-
-
-def _encode_message(message: BaseModel) -> bytes:
-    return message.model_dump_json().encode()
+            return False
+        return True
 
 
 def _stop_process(program: "subprocess.Popen[Any]") -> None:

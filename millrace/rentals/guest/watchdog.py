@@ -9,7 +9,7 @@ machine where the program cannot be installed. It reads these variables:
   ``detached`` if the machine is detached, or ``detached`` and an earlier deadline, in seconds since
   1970;
 - ``MILLRACE_HEARTBEAT_TIMEOUT``: seconds without a change of that object, after which the owner is
-  lost;
+  lost, unless the machine was detached;
 - ``MILLRACE_VAST_URL``, ``CONTAINER_ID``: address of the API, and number of the machine.
 
 The watchdog reads the machine's API key from standard input, because other processes can read
@@ -96,7 +96,9 @@ def watch(env: Mapping[str, str], began: float) -> str:
         if now - began >= lifetime or time.time() >= deadline:
             return "the deadline has passed"
         content = read_owner(url)
-        if content is not None and (content != last_content or parse_detached(content) is not None):
+        if content is None:  # a machine that was detached stays so while the store is silent
+            content = last_content
+        if content != last_content or parse_detached(content) is not None:
             last_content, last_change = content, now
         if now - last_change >= owner_timeout:
             return "the owner sent no heartbeat"

@@ -203,11 +203,15 @@ class VastClient:
         Raises:
             UnavailableError: The API does not answer.
         """
+
+        def send() -> int:
+            user: Any = self._sdk.show_user()
+            return int(user["id"])
+
         if not self._identity:
             try:
-                user = self._send_with_retries(RequestKind.USER, self._sdk.show_user)
-                self._identity = f"user-{int(user['id'])}"
-            except (errors.ConfigurationError, errors.DeniedError, KeyError, TypeError, ValueError):
+                self._identity = f"user-{self._send_with_retries(RequestKind.USER, send)}"
+            except (errors.ConfigurationError, errors.DeniedError):
                 self._identity = (
                     f"key-{get_hex(compute_digest(self._key.get_secret_value().encode()))[:16]}"
                 )
@@ -298,9 +302,15 @@ class VastClient:
         token = ""
         for _ in range(_MAX_PAGES):
             known = len(found)
-            page = self._send_with_retries(
-                RequestKind.LIST, lambda token=token: self._fetch_page(token)
-            )
+            try:
+                page = self._send_with_retries(
+                    RequestKind.LIST, lambda token=token: self._fetch_page(token)
+                )
+            except (errors.BudgetError, errors.ConfigurationError, errors.NotFoundError) as error:
+                # What another request would mean by such an answer is no news about the machines.
+                raise errors.UnavailableError(
+                    f"Vast.ai does not list the instances: {error}"
+                ) from error
             found |= {one.id: one for one in page["instances"]}
             token = str(page.get("next_token") or "")
             if not token:

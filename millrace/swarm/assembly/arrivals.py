@@ -6,7 +6,7 @@ This module owns the state of each file, and the lock of these states.
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from millrace.errors import StoppedError
@@ -30,6 +30,8 @@ class FileState:
         void: Whether the digest of the file is ignored (`VoidDigest`).
         existing: Identity of the file of Millrace at the destination (`read_identity`), the only
             one that may be replaced; None if there was none.
+        existing_links: The same for the further destinations, by their names: the identity of a
+            file of Millrace that may be replaced; None for one with the right bytes.
     """
 
     target: Target
@@ -40,6 +42,9 @@ class FileState:
     drops: int = 0
     void: bool = False
     existing: tuple[int, ...] | None = None
+    existing_links: dict[str, tuple[int, ...] | None] = field(
+        default_factory=dict[str, tuple[int, ...] | None]
+    )
 
     @property
     def file(self) -> File:
@@ -79,10 +84,10 @@ class FileState:
         """Return the joined block digests of each segment that has arrived."""
         return [blocks for blocks in self.segment_blocks if blocks is not None]
 
-    def make_entry(self, piece_size: int) -> CacheEntry:
-        """Return the entry of the cache index for the file."""
+    def make_entries(self, piece_size: int) -> list[CacheEntry]:
+        """Return the entries of the cache index for the file and its further destinations."""
         file = self.file
-        return CacheEntry(
+        entry = CacheEntry(
             path=file.path,
             size=file.size,
             mtime_ns=self.path.stat().st_mtime_ns,
@@ -92,6 +97,7 @@ class FileState:
             piece_size=piece_size,
             digests=[blocks.hex() for blocks in self.list_segment_blocks()],
         )
+        return [entry, *(replace(entry, path=name) for name in file.links)]
 
 
 class Arrivals:

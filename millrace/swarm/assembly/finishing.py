@@ -87,14 +87,15 @@ class FileFinisher:
         self._targets.sync_partials([state.target for _, state, _ in complete])
         # The line comes before the name: a file without a line is never replaced or removed.
         append_entries(
-            self._index, [state.make_entry(self._piece_size) for _, state, _ in complete]
+            self._index,
+            [one for _, state, _ in complete for one in state.make_entries(self._piece_size)],
         )
         ready: list[tuple[int, FileState, int]] = []
         faults: list[ConfigurationError] = []
         for number, state, drops in complete:
             try:
                 if self._arrivals.rename(state, drops, self._targets):
-                    self._targets.link(state.target)
+                    self._targets.link(state.target, state.existing_links)
                     ready.append((number, state, drops))
             except ConfigurationError as error:  # the other files become ready nonetheless
                 faults.append(error)
@@ -111,12 +112,17 @@ class FileFinisher:
         """
         with self._arrivals.changed:  # a drop takes the final name away again
             seen = {
-                state.file.path: read_identity(state.target.final)
+                name: read_identity(path)
                 for _, state, drops in ready
                 if state.drops == drops
+                for name, path in self._targets.iterate_paths(state.target)
             }
         append_identities(self._index, seen)
-        for folder in {state.target.folder for _, state, _ in ready}:
+        for folder in {
+            path.parent
+            for _, state, _ in ready
+            for _, path in self._targets.iterate_paths(state.target)
+        }:
             sync(folder)
         with self._arrivals.changed:
             kept = [number for number, state, drops in ready if state.drops == drops]

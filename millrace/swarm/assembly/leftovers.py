@@ -4,6 +4,7 @@ This module owns the list of the partial files of other requests that are kept.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from millrace.swarm.assembly.arrivals import Arrivals, FileState
@@ -64,23 +65,31 @@ class Leftovers:
 
         The files at all destinations are checked before the first one is renamed.
         """
-        found = self._recognise_files(read_index(self._index))
+        index = read_index(self._index)
+        found = self._recognise_files(index)
         whole: list[int] = []
         again: list[CacheEntry] = []  # recorded again, since all of their bytes were read
-        seen: dict[str, tuple[int, ...]] = {}
         for number, known in found.items():
             state = self._arrivals.states[number]
             if state.missing:  # a damaged file: its correct segments are kept
                 self._partials.reopen(state)
                 continue
-            self._targets.link(state.target)
             whole.append(number)
-            identity = read_identity(state.target.final)
-            if known.entry is not None and (known.hashed or known.entry.seen != identity):
-                seen[state.file.path] = identity
-                again += [state.make_entry(self._catalogue.piece_size)] if known.hashed else []
+            own, *links = state.make_entries(self._catalogue.piece_size)
+            again += [own] if known.entry is not None and known.hashed else []
+            again += [link for link in links if not _has_entry(index, link)]
+        if again:
+            append_entries(self._index, again)  # before the names of links
+        recorded = {entry.path for entry in again}
+        seen: dict[str, tuple[int, ...]] = {}
+        for number in whole:
+            state = self._arrivals.states[number]
+            self._targets.link(state.target, state.existing_links)
+            for name, path in self._targets.iterate_paths(state.target):
+                identity, entries = read_identity(path), index.get(name, [])
+                if name in recorded or (entries and entries[-1].seen != identity):
+                    seen[name] = identity
         if seen:
-            append_entries(self._index, again)
             append_identities(self._index, seen)
         return whole
 
@@ -110,8 +119,33 @@ class Leftovers:
             state.segment_blocks = known.digests
             state.missing = sum(digest is None for digest in known.digests)
             state.final = not state.missing
+        for state in self._arrivals.states:
+            self._recognise_links(state, index)
         self._targets.check_folders(state.target for state in self._arrivals.iterate_coming())
         return found
+
+    def _recognise_links(self, state: FileState, index: dict[str, list[CacheEntry]]) -> None:
+        """Check the files at the further destinations of a file.
+
+        Raises:
+            ConfigurationError: A file that Millrace did not make is at one of them.
+        """
+        final = state.target.final
+        for name, path in self._targets.iterate_paths(state.target):
+            if path == final or not os.path.lexists(path):
+                continue
+            state.existing_links[name] = read_identity(path)
+            if state.existing is not None and path.samefile(final):
+                continue  # a hard link to the file at the first destination
+            known = recognise_file(
+                path,
+                replace(state.file, path=name),
+                index.get(name, []),
+                self._catalogue,
+                self._check,
+            )
+            if known is not None and None not in known.digests:
+                state.existing_links[name] = None
 
     def find_partial(self) -> None:
         """Take over the segments of partial files whose bytes have the digests in the journal."""
@@ -166,3 +200,12 @@ class Leftovers:
             )
             if blocks is not None
         ]
+
+
+def _has_entry(index: dict[str, list[CacheEntry]], wanted: CacheEntry) -> bool:
+    """Tell whether the last entry of a file is the wanted one, whatever its pieces were."""
+    entries = index.get(wanted.path, [])
+    content = wanted.origin, wanted.etag, wanted.size, wanted.mtime_ns
+    return bool(entries) and content == (
+        entries[-1].origin, entries[-1].etag, entries[-1].size, entries[-1].mtime_ns
+    )  # fmt: skip

@@ -248,4 +248,5 @@ class NodeFollowers:
 
     def _lose(self, member: Member, reason: str) -> None:
         with self._state.news:
+            self._state.members.restore(member)
             self._state.lose(member, reason)

@@ -153,6 +153,12 @@ class RunMembers:
         self._awaited.add(node.id)
         self._members.pop(node.id, None)
 
+    def restore(self, member: Member) -> None:
+        """Make an awaited node a member again: it has answered."""
+        self._awaited.discard(member.node.id)
+        self.absent.pop(member.node.id, None)
+        self._members[member.node.id] = member
+
     def is_awaited(self, node: AbsentNode) -> bool:
         """Tell whether an absent node may still join."""
         return node.id in self._awaited

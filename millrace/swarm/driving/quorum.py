@@ -68,15 +68,20 @@ class Quorum:
         lost = {members.format_name(m.node): m.lost_reason for m in members if m.is_lost}
         over = is_last or self._is_start_over(now)
         living = len(members.list_living())
-        if not is_last:  # agents that are being started
-            living += max(0, self.node_count - len(members) - len(members.absent))
+        starting = max(0, self.node_count - len(members) - len(members.absent))
+        if not is_last:
+            living += starting
         for absent in members.absent.values():
             if over or not members.is_awaited(absent):
                 lost[members.format_name(absent)] = absent.reason
             else:
                 living += 1
         if not self.node_count or not self._is_enough(living):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(lost.items())[:5])
+            found = [f"{name}: {reason}" for name, reason in sorted(lost.items())[:5]]
+            if is_last and starting:
+                after = f"{self._start_timeout:.0f} s, the `start_timeout`"
+                found.append(f"{starting} did not start within {after}")
+            reasons = "; ".join(found)
             raise errors.WorkerError(
                 f"{self.node_count - living} of {self.node_count} nodes are lost, and at least "
                 f"{self._min_share:.0%} must live ({reasons or 'the cluster has no node'}). Run "

@@ -10,6 +10,9 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "error502": (502, "<html>Bad Gateway</html>"),
     "text429": (429, "API requests too frequent endpoint threshold=4.5"),
     "json429": (429, {"detail": "Too many requests"}),
+    "not found": (404, {"success": False, "error": "not_found", "msg": "no such page"}),
+    "no credit": (400, {"success": False, "error": "insufficient_credit", "msg": "add credit"}),
+    "empty": (200, {}),
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
 LISTS: dict[str, Any] = {  # what a list of instances is answered with, with status 200

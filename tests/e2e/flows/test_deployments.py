@@ -124,6 +124,8 @@ def values(
     store = (tmp_path / "store").as_uri()
     with Saver(open_store(store), "job") as saver:
         saver.save({"w": torch.zeros(10)}, step=3).result()
+    torch.save({"w": torch.zeros(10)}, tmp_path / "model.bin")
+    weights = (tmp_path / "model.bin").as_uri()
     both = block(bucket, read=rgw.read_only, write=rgw.full)
     rented = {"bucket": store, "vast": payer}
     asked: dict[str, dict[str, Any]] = {
@@ -139,6 +141,7 @@ def values(
         "cooldown": {"bucket": both, "job": "job", "epoch": 0, "timeout": "1s"},
         "copy-bucket": {"source": both, "destination": (tmp_path / "backup").as_uri()},
         "delete-gathers": {"bucket": store, "version": "0.2.1"},
+        "import-checkpoint": {"source": {"url": weights}, "job": "imported", "bucket": both},
         "import-gradients": {
             "bucket": store, "run": {"run": "runs/imported"},
             "templar": {

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from safetensors.torch import save as save_tensors
 
 from millrace.checkpoints import MemberSettings, Saver, list_steps, load
 from millrace.settings import load_settings
 from millrace.storage import open_store
+from millrace.testing.hub import READER, WRITER, HubServer
 from tests.ranks import run_ranks
 from tests.support.guides import Guide, follow
 
@@ -18,16 +21,26 @@ COOLDOWN = "millrace checkpoint cooldown cooldown.yaml --member node-3"
 
 
 def test_every_block_of_the_guide_to_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, credentials: dict[str, str], bucket: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    credentials: dict[str, str],
+    bucket: str,
+    hub: HubServer,
 ) -> None:
     url, scratch = f"s3://{bucket}/checkpoints", tmp_path / "scratch"
-    values = {R2: url, "file:///scratch": scratch.as_uri()}
+    repo = hub.make_repo()
+    HfApi(endpoint=hub.endpoint, token=WRITER).upload_file(
+        path_or_fileobj=save_tensors({"w": torch.ones(3)}),
+        path_in_repo="model.safetensors",
+        repo_id=repo,
+    )
+    values = {R2: url, "file:///scratch": scratch.as_uri(), "hf://owner/model": f"hf://{repo}"}
     with follow(
         "checkpoints",
         tmp_path / "checkpoints",
         monkeypatch,
         values=values,
-        environment=credentials,
+        environment=credentials | {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": READER},
     ) as guide:
         model = torch.nn.Linear(13, 7)
         names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
@@ -46,6 +59,7 @@ def test_every_block_of_the_guide_to_checkpoints(
         save(scratch, model, 2200)
         shown = guide.run({"80GB": "80KB"}, answer="y")
     assert "Step 2200 of my-job is in" in shown
+    assert "Step 0 of base is in" in shown
     assert list_steps(store, "my-job") == [1000, 2000, 2100, 2200]
 
 

@@ -36,12 +36,32 @@ def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer, tmp_path: 
     done = deploy(fresh_server, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "work pool millrace: created" in done.stdout
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(": deployed")] == [
+        f"{one['name']}/{one['name']}: deployed" for one in wanted
+    ]
+    assert len(lines) < 12
     missing = "millrace-bucket/gradients, millrace-bucket/dataset, millrace-bucket/aggregator"
     assert f"Missing blocks: {missing}." in done.stdout
     assert "`millrace setup` makes them" in done.stdout
     with fresh_server.make_client() as client:
         assert {one.name for one in client.read_deployments()} == {one["name"] for one in wanted}
         assert client.read_work_pool("millrace").type == "process"
+
+
+def test_what_prefect_says_is_shown_where_it_fails(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    broken = {
+        "name": "broken",
+        "entrypoint": "flows/none.py:none",
+        "work_pool": {"name": "millrace"},
+    }
+    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [broken]}))
+    failed = deploy(prefect_server, tmp_path)
+    assert failed.returncode == 1
+    assert "flows/none.py" in failed.stdout
+    assert "Some flows were not deployed" in failed.stderr
 
 
 def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(

@@ -1,5 +1,6 @@
 """Workers of a campaign that run here."""
 
+import subprocess
 import sys
 from datetime import timedelta
 
@@ -53,3 +54,16 @@ def test_workers_end_with_the_block(make_training: MakeTraining) -> None:
     assert workers.is_over
     late = [(one.uid, one.timeout) for one in told if isinstance(one, LocalWorkerLate)]
     assert late == [("worker-0", timedelta(0)), ("worker-1", timedelta(0))]
+
+
+def test_a_group_with_the_number_of_an_ended_worker_gets_no_signal(
+    make_training: MakeTraining,
+) -> None:
+    other = subprocess.Popen(
+        ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    with LocalWorkerProcesses(make_training(command=("true",))) as workers:
+        workers.wait_until_done(SOON)
+        for process in workers._processes.values():
+            process.pid = other.pid  # the system gives numbers of ended processes to new ones
+    assert other.communicate(b"still alive")[0] == b"still alive"

@@ -59,7 +59,7 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
         own.make_part_key("worker-0", "a" * 64),
         checkpoints.make_epoch_key(3), checkpoints.make_metadata_key(3),
         checkpoints.make_part_key(3, "a" * 64),
-        checkpoints.make_pin_key(3), checkpoints.make_share_key(3, "a", 0),
+        checkpoints.make_pin_key(3), checkpoints.make_share_key(3, "a", 1, 0),
     ):  # fmt: skip
         with pytest.raises(ClientError, match=r"AccessDenied|403"):
             client.put_object(Bucket=bucket, Key=key, Body=b"x")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from millrace.checkpoints import Ranks, Saver, SaveSettings, load_into
 from millrace.checkpoints.progress_events import PartStored
@@ -98,6 +99,26 @@ def restore(folder: Path, rank: int, world: int) -> None:
         save_file(whole, folder / "restored.safetensors")
 
 
+def save_and_refill_uneven(folder: Path, rank: int) -> None:
+    """Save 7 rows that tensor parallelism and then FSDP2 have cut, and load them again."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 7))
+    fully_shard(parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}), mesh=mesh["dp"])
+    state, store = model.state_dict(), open_store(folder.as_uri())
+    with Saver(store, "job", SETTINGS, ranks=Ranks.from_group()) as saver:
+        saver.save(state, step=7).result()
+    whole = full(state)
+    if rank == 0:
+        save_file(whole, folder / "whole.safetensors")
+    before = {name: tensor.to_local().clone() for name, tensor in state.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+    load_into(model.state_dict(), store, "job", step=7)
+    assert all(torch.equal(state[name].to_local(), tensor) for name, tensor in before.items())
+
+
 def main() -> None:
     folder, scenario, rank, world = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
     torch.set_num_threads(1)
@@ -106,6 +127,8 @@ def main() -> None:
     )
     if scenario == "restore":
         restore(folder, rank, world)
+    elif scenario == "uneven":
+        save_and_refill_uneven(folder, rank)
     else:
         save(folder, rank, deadly=scenario == "deadly")
     if scenario != "deadly":

@@ -100,6 +100,19 @@ def test_what_was_saved_is_loaded(store):
     assert verify(store, saved) == {}
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_tensors_with_odd_strides_are_saved(folder, in_place):
+    large = torch.arange(24.0).view(4, 6)
+    state = {
+        "one": large[:1, 0], "row": large[1:2], "part": large[2, 3:5], "turned": large.t(),
+        "none": large[:0], "scalar": large[3, 2], "long": large[::2, :1],
+    }  # fmt: skip
+    with Saver(folder, "job") as saver:
+        saver.save(state, step=1, in_place=in_place).result()
+    found = load(folder, "job").state
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
 def test_any_reader_of_safetensors_reads_the_files(folder, tmp_path):
     saved = save(folder, 1, state_of(1))
     tensors: dict[str, torch.Tensor] = {}
@@ -687,6 +700,19 @@ def test_a_full_disk_ends_a_save_at_once_and_says_where_and_what_is_free(full, m
     delete(full, [stat.key for stat in list_objects(full)])
     save(full, 2, {"w": torch.ones(3)})
     assert find_newest_verified(full, KEYS.job) is not None
+
+
+@pytest.mark.parametrize("given", ["both", "one"])
+def test_tensors_whose_paths_are_the_same_are_not_exchanged(folder, given):
+    """Their names depend on the order of the keys."""
+    state = {"m": {"a.b": torch.full((2,), 1.0), "a": {"b": torch.full((2,), 2.0)}}}
+    save(folder, 1, state)
+    wanted = {"m": {"a": {"b": torch.zeros(2)}, "a.b": torch.zeros(2)}}
+    if given == "one":
+        del wanted["m"]["a.b"]
+    with pytest.raises(errors.ConfigurationError, match=r"m\.a\.b.* is the path of two tensors"):
+        load_into(wanted, folder, KEYS.job)
+    assert same(load(folder, KEYS.job).state, state)
 
 
 def test_floating_tensors_become_another_type_while_they_are_loaded(folder):

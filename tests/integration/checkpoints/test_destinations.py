@@ -277,6 +277,53 @@ def test_a_checkpoint_is_one_commit_and_its_snapshot_can_be_loaded(
     assert load(open_store(Path(folder).as_uri()), JOB).checkpoint == found
 
 
+@pytest.mark.parametrize("rule", ["*.safetensors", "*.json", "*"])
+def test_a_repository_that_ignores_files_gets_all_files_of_a_checkpoint(
+    hub: HubServer, repo: str, source: Source, rule: str
+) -> None:
+    ignore_files(hub, repo, rule)
+    there = open_destination(hub_spec(hub, repo))
+    there.try_save(JOB, timeout=SHORT)
+    found = copy_checkpoint(source.here, source.save(1), there, JOB)
+    assert there.verify(found) == {}
+    assert list(there.iterate_checkpoints(JOB)) == [found]
+
+
+def test_a_hub_that_ignores_files_in_spite_of_the_client_gets_no_checkpoint(
+    hub: HubServer, repo: str, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "_IGNORE_NOTHING", "metadata.json")
+    there = open_destination(hub_spec(hub, repo))
+    with pytest.raises(errors.MillraceError, match=r"ignores this file.*\.gitignore"):
+        copy_checkpoint(source.here, source.save(1), there, JOB)
+    assert list(there.iterate_checkpoints(JOB)) == []
+
+
+@pytest.mark.parametrize("lost", [0, -1], ids=["a file", "the metadata"])
+def test_a_commit_without_a_file_of_the_checkpoint_is_not_reported_as_saved(
+    hub: HubServer, repo: str, source: Source, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    commit_once = HubClient.commit_once
+
+    def lose_file(client: HubClient, key: str, added: list, message: str, head: str) -> str:
+        return commit_once(client, key, [one for one in added if one != added[lost]], message, head)
+
+    monkeypatch.setattr(HubClient, "commit_once", lose_file)
+    heard = Heard()
+    with pytest.raises(errors.CorruptError, match="the commit of the checkpoint lacks 1 file"):
+        copy_checkpoint(
+            source.here, source.save(1), open_destination(hub_spec(hub, repo)), JOB, progress=heard
+        )
+    assert not any(isinstance(event, CheckpointSaved) for event in heard.events)
+
+
+def ignore_files(hub: HubServer, repo: str, rule: str) -> None:
+    """Commit a ``.gitignore`` with one rule."""
+    HfApi(endpoint=hub.endpoint, token=WRITER).upload_file(
+        repo_id=repo, path_in_repo=".gitignore", path_or_fileobj=f"{rule}\n".encode()
+    )
+
+
 def test_a_snapshot_has_the_digests_of_blocks_and_is_loaded_by_block(
     hub: HubServer, repo: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

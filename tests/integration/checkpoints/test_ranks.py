@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from millrace import errors
 from millrace.checkpoints import (
+    PendingSave,
     Ranks,
     RetentionSettings,
     Saver,
@@ -28,7 +29,7 @@ from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import flatten_state
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.schemas.checkpoint import Chunk
-from millrace.storage import Store, list_objects, open_store, put
+from millrace.storage import Store, delete, list_objects, open_store, put
 from tests.ranks import run_ranks
 
 KEYS = CheckpointKeys("job")
@@ -63,6 +64,16 @@ def test_a_model_sharded_by_fsdp_is_saved_and_loaded_by_another_number_of_ranks(
     again = load_file(tmp_path / "restored.safetensors")
     assert set(again) == set(whole)
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+def test_rows_that_tensor_parallelism_and_fsdp_cut_unevenly_are_saved_and_filled(tmp_path):
+    ended = run(tmp_path, "uneven", 6)
+    assert [code for code, _ in ended] == [0] * 6, ended
+    loaded = load(open_store(tmp_path.as_uri()), "job").state
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        name: tensor.tolist() for name, tensor in whole.items()
+    }
 
 
 def test_of_a_rank_that_dies_the_others_hear_and_there_is_no_checkpoint(tmp_path):
@@ -140,13 +151,46 @@ def test_the_same_attempt_cannot_say_two_things(folder):
     assert find_newest_verified(folder, "job") is not None  # the first one's share was there
 
 
-def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
-    put(folder, f"{KEYS.make_shares_prefix(1, 'a')}notes.txt", b"no share")
-    put(folder, KEYS.make_share_key(1, "a", 7), b"of no rank")
+def test_shares_of_two_saves_of_a_step_are_never_one_checkpoint(folder):
+    """Rank 1 fails at a step. Then both rewind, and come to the step with other weights."""
+
+    def begin(saver: Saver, rank: int, value: float) -> PendingSave:
+        state = {name: torch.full((8,), value) for name in ("0", "1")}
+        return saver.save(state, step=1, mine=str(rank).__eq__)
+
+    with (
+        Saver(folder, "job", SHORT, ranks=Ranks(0, 2, "a")) as zero,
+        Saver(folder, "job", SMALL, ranks=Ranks(1, 2, "a")) as one,
+    ):
+        with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
+            begin(zero, 0, 1.0).result()
+        with pytest.raises(errors.ConfigurationError, match="position"):
+            one.save({}, step=1, position={"at": float("nan")})
+        with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
+            begin(zero, 0, 2.0).result()
+        begin(one, 1, 2.0).result()
+    found = load(folder, "job")
+    assert {name: tensor[0].item() for name, tensor in found.state.items()} == {"0": 2.0, "1": 2.0}
+    assert not verify(folder, found.checkpoint)
+
+
+def test_shares_whose_files_are_gone_make_no_checkpoint(folder):
+    """Retention deletes the files of a rank that waits for a slow one."""
     with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
         save(folder, 0, world=2)
-    put(folder, KEYS.make_share_key(1, "a", 0), b"nonsense")
-    with pytest.raises(errors.CorruptError, match=r"1 of 2 records .*shares/a/000000\.json"):
+    delete(folder, [stat.key for stat in list_objects(folder, KEYS.make_parts_prefix(1))])
+    with pytest.raises(errors.ChangedError, match="files of step 1 of job were deleted"):
+        save(folder, 1, world=2)
+    assert find_newest_verified(folder, "job") is None
+
+
+def test_what_is_no_share_makes_no_rank_and_a_damaged_one_is_named(folder):
+    put(folder, f"{KEYS.make_shares_prefix(1, 'a', 1)}notes.txt", b"no share")
+    put(folder, KEYS.make_share_key(1, "a", 1, 7), b"of no rank")
+    with pytest.raises(errors.UnavailableError, match="Not all 2 ranks"):
+        save(folder, 0, world=2)
+    put(folder, KEYS.make_share_key(1, "a", 1, 0), b"nonsense")
+    with pytest.raises(errors.CorruptError, match=r"1 of 2 records .*shares/a\.1/000000\.json"):
         save(folder, 1, world=2)
     assert find_newest_verified(folder, "job") is None
 
@@ -161,11 +205,11 @@ def test_retention_removes_the_shares_and_keeps_the_checkpoint(folder):
     save(folder, 0, world=1)
     rules = RetentionSettings(grace=timedelta(microseconds=-1))
     plan = plan_retention(folder, "job", rules)
-    assert [removal.key for removal in plan.removals] == [KEYS.make_share_key(1, "a", 0)]
+    assert [removal.key for removal in plan.removals] == [KEYS.make_share_key(1, "a", 1, 0)]
     assert not apply_retention(folder, plan).failures
     found = find_newest_verified(folder, "job")
     assert found is not None
-    assert not list(list_objects(folder, KEYS.make_shares_prefix(1, "a")))
+    assert not list(list_objects(folder, KEYS.make_shares_prefix(1, "a", 1)))
 
 
 @pytest.mark.parametrize(

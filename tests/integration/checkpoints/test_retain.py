@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import errors
+from millrace import deletion, errors
 from millrace.checkpoints import (
     RetentionSettings,
     Saver,
@@ -21,16 +21,19 @@ from millrace.checkpoints import (
     load,
     pin,
     plan_retention,
+    read_checkpoint,
+    saving,
     unpin,
     verify,
 )
-from millrace.checkpoints.find import iterate_checkpoints
+from millrace.checkpoints.find import commit_checkpoint, iterate_checkpoints
 from millrace.checkpoints.progress_events import PartStored
 from millrace.cli import main
+from millrace.deletion import PlannedObject
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
-from millrace.records import commit_once
-from millrace.schemas.checkpoint import EpochRecord
+from millrace.records import Commit, commit_once
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord
 from millrace.storage import Store, StoreSpec, create, delete, list_objects, open_store, put, read
 
 KEYS = CheckpointKeys("job")
@@ -100,14 +103,30 @@ def test_what_is_pinned_or_named_by_an_epoch_stays(store):
         pin(store, KEYS.job, 1, "too late")
 
 
-def test_a_damaged_pin_or_epoch_stops_no_plan_and_a_damaged_pin_pins(store):
+def test_a_damaged_pin_stops_no_plan_and_pins(store):
     save(store, [1, 2, 3, 4])
     put(store, KEYS.make_pin_key(1), b"nonsense")
     put(store, f"{KEYS.epochs}notes.txt", b"no record of Millrace's")
-    put(store, KEYS.make_epoch_key(0), b"nonsense")
     plan = plan_retention(store, KEYS.job, NOW)
     assert plan.kept[1] == "it has a pin that cannot be read"
     assert plan.removed == (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["damaged", "of a later version"])
+def test_an_epoch_that_cannot_be_read_keeps_everything(store, kind):
+    save(store, [1, 2, 3])
+    root = read_checkpoint(store, KEYS.job, 1).root
+    key = KEYS.make_epoch_key(0)
+    commit_once(store, key, EpochRecord(job=KEYS.job, epoch=0, step=1, root=root))
+    assert plan_retention(store, KEYS.job, NOW).removed == (2,)
+    version = b'"version":%d' % EpochRecord.record_version
+    later = read(store, key).replace(version, b'"version":99')
+    put(store, key, later if kind == "of a later version" else b"nonsense")
+    plan = plan_retention(store, KEYS.job, NOW)
+    assert (plan.removed, plan.removals) == ((), ())
+    assert plan.kept[1].startswith("the end of epoch 0 cannot be read")
+    delete(store, [key])
+    assert plan_retention(store, KEYS.job, NOW).removed == (1, 2)
 
 
 def test_the_last_that_is_verified_stays_whatever_the_rules_say(store):
@@ -161,6 +180,27 @@ def test_files_stay_whose_metadata_was_written_since_the_plan(store):
     done = apply_retention(store, plan)
     assert (done.deleted_objects, sum(done.skipped.values())) == (0, len(plan.removals))
     assert kept(store) == [1, 2]
+    assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
+
+
+def test_files_of_a_step_that_is_saved_again_during_the_removal_stay(store, monkeypatch):
+    """The step is saved again after its metadata is deleted, and before its files are."""
+    save(store, [1, 2, 3])
+    plan = plan_retention(store, KEYS.job, NOW)
+    delete_batch, batches = deletion._delete_batch, []
+
+    def delete_and_save(store: Store, planned: list[PlannedObject]) -> object:
+        done = delete_batch(store, planned)
+        batches.append(sorted(one.key for one in planned))
+        if len(batches) == 1:
+            save(store, [1])
+        return done
+
+    monkeypatch.setattr(deletion, "_delete_batch", delete_and_save)
+    done = apply_retention(store, plan)
+    assert batches[0] == [KEYS.make_metadata_key(step) for step in (1, 2)]
+    assert done.skipped == {"a rule or a checkpoint needs it by now": 5}
+    assert kept(store) == there(store) == [1, 3]
     assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
 
 
@@ -219,6 +259,58 @@ def test_a_file_that_retention_deletes_after_its_reuse_is_uploaded_again(tmp_pat
     assert sent == [0] * 5
     assert verify(store, saved) == {}
     assert load(store, KEYS.job).checkpoint.step == 2
+
+
+def test_a_file_that_is_deleted_after_its_upload_is_uploaded_again(store):
+    """A suspended saver continues after retention has deleted its files as those of nobody."""
+    sent: list[int] = []
+
+    def retain(event: Event) -> None:
+        if isinstance(event, PartStored):
+            sent.append(event.sent)
+            if len(sent) == 3:
+                rules = RetentionSettings(grace=timedelta(days=-1))
+                plan = plan_retention(store, KEYS.job, rules)
+                assert apply_retention(store, plan).deleted_objects == 3
+
+    state = {"embed": torch.arange(1000), "head": torch.full((1000,), 2)}
+    settings = SaveSettings(part_bytes=4096, uploads=1)
+    with Saver(store, KEYS.job, settings, progress=retain) as saver:
+        saved = saver.save(state, step=2).result()
+    assert all(sent)
+    assert verify(store, saved) == {}
+
+
+def test_a_file_that_a_reader_moves_away_after_it_was_referred_to_is_uploaded_again(store):
+    save(store, [1])
+    damaged = read_checkpoint(store, KEYS.job, 1).parts[0]
+    referred: list[int] = []
+
+    def damage(event: Event) -> None:
+        if isinstance(event, PartStored) and event.digest == damaged.digest:
+            referred.append(event.sent)
+            put(store, KEYS.make_part_key(1, damaged.digest), b"damaged")
+            assert find_newest_verified(store, KEYS.job) is None
+
+    settings = SaveSettings(part_bytes=4096, uploads=1, refer=True)
+    with Saver(store, KEYS.job, settings, progress=damage) as saver:
+        state = {"embed": torch.arange(1000), "head": torch.full((1000,), 2)}
+        saved = saver.save(state, step=2).result()
+    assert referred == [0]
+    assert {part.step for part in saved.parts} == {1, 2}
+    assert verify(store, saved) == {}
+
+
+def test_a_file_that_is_deleted_during_the_commit_is_uploaded_again(store, monkeypatch):
+    """A retention is suspended between its last look and its deletion."""
+
+    def commit(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
+        delete(store, [KEYS.make_part_key(1, part.digest) for part in made.parts])
+        return commit_checkpoint(store, made)
+
+    monkeypatch.setattr(saving, "commit_checkpoint", commit)
+    save(store, [1])
+    assert verify(store, read_checkpoint(store, KEYS.job, 1)) == {}
 
 
 def test_a_deleted_file_whose_state_has_changed_since_is_an_error(tmp_path):

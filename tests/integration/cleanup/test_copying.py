@@ -11,7 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from millrace import errors
-from millrace.cleanup import CopyOutcome, CopyResult, ObjectFilter, compare_objects, copy_objects
+from millrace.cleanup import (
+    CopyOutcome,
+    CopyResult,
+    ObjectFilter,
+    compare_objects,
+    copy_objects,
+    copying,
+    object_copier,
+)
 from millrace.cli import main
 from millrace.storage import Store, StoreSpec, list_uploads, open_store, put, read
 from millrace.testing.credentials import make_credentials
@@ -390,8 +398,6 @@ def test_an_object_that_was_replaced_after_the_listing_is_named(
 ) -> None:
     source.put("a", 100)
     source.put("b", 3 * OWN_PARTS)
-    from millrace.cleanup import copying
-
     pair = copying._pair
 
     def replace_then_pair(*arguments: Any) -> Any:
@@ -404,6 +410,59 @@ def test_an_object_that_was_replaced_after_the_listing_is_named(
     done = copy_objects(source.open(), foreign.open())
     assert [one.key for one in done.failures] == ["a", "b"]
     assert foreign.list_etags() == {}
+
+
+@pytest.mark.parametrize("by_store", [True, False])
+def test_objects_that_were_written_after_the_listing_stay(
+    source: Bucket,
+    target: Bucket,
+    foreign: Bucket,
+    by_store: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = ("folder/", "large", "small")
+    for key in keys:
+        source.put(key, 3 * OWN_PARTS if key == "large" else 100)
+    same = source.put("same", 100)
+    there, kept = target if by_store else foreign, dict[str, bytes]()
+    pair = copying._pair
+
+    def pair_then_write(*arguments: Any) -> Any:
+        pairs = list(pair(*arguments))
+        kept.update({key: there.put(key, 50) for key in keys})
+        there.client.put_object(Bucket=there.name, Key="same", Body=same)
+        return pairs
+
+    monkeypatch.setattr(copying, "_pair", pair_then_write)
+    done = copy_objects(source.open(), there.open())
+    assert count(done) == {CopyOutcome.CONFLICT: 3, CopyOutcome.COPIED: 1}
+    assert done.conflicts == list(keys)
+    assert {key: there.read(key) for key in there.list_etags()} == {**kept, "same": same}
+    assert list(list_uploads(there.open())) == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "gcs"])
+def test_objects_that_appear_during_a_copy_into_other_stores_stay(
+    request: pytest.FixtureRequest,
+    source: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    there = open_store(make_spec(kind, request))
+    source.put("large", 3 * OWN_PARTS)
+    source.put("small", 100)
+    stream = object_copier.stream
+
+    def stream_then_write(store: Store, key: str, **options: Any) -> Any:
+        yield from stream(store, key, **options)
+        put(there, key, b"precious")
+
+    monkeypatch.setattr(object_copier, "stream", stream_then_write)
+    done = copy_objects(source.open(), there)
+    assert done.conflicts == ["large", "small"]
+    assert {key: read(there, key) for key in done.conflicts} == dict.fromkeys(
+        ("large", "small"), b"precious"
+    )
 
 
 def test_credentials_and_buckets_that_are_wrong_are_a_sentence(

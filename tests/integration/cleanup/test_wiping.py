@@ -1,5 +1,6 @@
 """Wiping, and uploads that were never finished."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -179,6 +180,37 @@ def test_the_command_asks_for_the_name(tmp_path: Path):
     assert not keys_of(place)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"), [(None, "add --confirm bucket"), ("no\n", "type bucket")]
+)
+def test_a_wipe_without_the_right_answer_leaves_no_plan(
+    tmp_path: Path, answer: str | None, said: str
+):
+    place = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
+    there = fill(place)
+    told = CliRunner().invoke(main, ["bucket", "wipe", str(tmp_path / "bucket")], input=answer)
+    assert (told.exit_code, said in " ".join(told.output.split())) == (2, True), told.output
+    assert keys_of(place) == there
+
+
+def test_a_wipe_that_may_not_delete_an_object_leaves_no_plan(rgw, bucket, request):
+    spec = make_spec("rgw", request)
+    place = BucketBuilder(open_store(spec))
+    place.put("kept/object")
+    place.put("other/object")
+    rule = {
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "s3:DeleteObject",
+        "Resource": f"arn:aws:s3:::{bucket}/below/here/kept/*",
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [rule]})
+    rgw.make_client(rgw.full).put_bucket_policy(Bucket=bucket, Policy=policy)
+    done = wipe(spec, plan_wipe(spec).name, confirm=f"{bucket}/below/here")
+    assert [one.key for one in done.failures] == ["kept/object"]
+    assert keys_of(place) == {"kept/object"}
+
+
 def test_an_object_that_appears_after_the_question_is_not_wiped(tmp_path: Path, monkeypatch):
     place = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
     there = fill(place)
@@ -262,6 +294,30 @@ def test_a_versioned_bucket_is_not_called_emptied(rgw, bucket, versioned, tmp_pa
 def count_versions_by_boto3(rgw, bucket: str) -> tuple[int, int]:
     answer = rgw.make_client(rgw.full).list_object_versions(Bucket=bucket, Prefix="below/here/")
     return len(answer.get("Versions", [])), len(answer.get("DeleteMarkers", []))
+
+
+@pytest.mark.parametrize("command", ["clean", "wipe"])
+def test_markers_of_folders_are_listed_and_deleted_by_their_own_keys(
+    rgw, bucket, request, tmp_path, command
+):
+    client, spec = rgw.make_client(rgw.full), make_spec("rgw", request)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    keys = ["dir/", "dir/sub/", "twice", "twice/"]
+    for key in keys:
+        client.put_object(Bucket=bucket, Key=f"below/here/{key}", Body=b"")
+    settings = settings_file(tmp_path, spec, rgw.full)
+    shown = CliRunner().invoke(main, ["bucket", "list", str(settings), "--json"])
+    assert [one["key"] for one in json.loads(shown.stdout)] == keys
+    words = {"wipe": ["--confirm", f"{bucket}/below/here"], "clean": ["--yes"]}[command]
+    with settings.open("a") as file:
+        file.write('rules: [{kinds: [other], older_than: 0s, match: "*"}]\n')
+    done = CliRunner().invoke(main, ["bucket", command, str(settings), *words])
+    assert (done.exit_code, "Deleted 4 objects" in done.output) == (0, True), done.output
+    listed = client.list_object_versions(Bucket=bucket, Prefix="below/here/")
+    marked = [one["Key"].removeprefix("below/here/") for one in listed["DeleteMarkers"]]
+    assert [key for key in marked if not key.startswith("_clean/")] == keys
+    left = {stat.key for stat in list_objects(open_store(spec), exact=True)}
+    assert not left.intersection(keys)
 
 
 @pytest.mark.parametrize("page", [10, 11])  # one ends between a delete marker and its version
@@ -375,18 +431,22 @@ def test_the_halves_of_a_killed_process_are_uploads_of_a_folder(tmp_path: Path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_file_whose_name_ends_like_that_of_a_half_is_only_wiped(tmp_path: Path):
-    finished = tmp_path / "Invoice #12"
+def test_a_file_whose_name_ends_like_that_of_a_half_stays_and_is_named(tmp_path: Path):
+    finished = tmp_path / "folder" / "Invoice #12"
+    finished.parent.mkdir()
     finished.write_bytes(b"xyz")
     spec = StoreSpec(url=tmp_path.as_uri())
     assert find_stale_uploads(spec, older_than=OLD).uploads == ()
     assert (
         CliRunner().invoke(main, ["bucket", "abort-uploads", str(tmp_path), "--yes"]).exit_code == 0
     )
-    assert finished.exists()
+    put(open_store(spec), "object", b"abc")
+    assert [one.key for one in survey_wipe(spec).unlisted] == ["folder/Invoice #12"]
     confirm = make_confirmation(open_store(spec).location)
-    assert wipe(spec, plan_wipe(spec).name, confirm=confirm).failures == ()
-    assert not finished.exists()
+    done = CliRunner().invoke(main, ["bucket", "wipe", str(tmp_path), "--confirm", confirm])
+    assert (done.exit_code, "Deleted 1 object, 3 bytes" in done.output) == (0, True)
+    assert "folder/Invoice #12 is left alone: its name ends in # and digits" in done.output
+    assert finished.read_bytes() == b"xyz"
 
 
 def test_an_upload_that_appears_after_the_question_is_not_aborted(tmp_path: Path, monkeypatch):

@@ -231,23 +231,50 @@ def test_a_run_that_was_killed_at_the_card_leaves_it_to_the_next_run(
 
 
 @pytest.mark.parametrize("card", [None, {"license": "cc-by-4.0"}])
-@pytest.mark.parametrize("body", [None, b"# other\n"])
-def test_a_missing_or_changed_card_is_found_and_made_again(
-    tmp_path: Path, body: bytes | None, card: dict[str, Any] | None
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_missing_or_old_card_is_found_and_made_again(
+    tmp_path: Path, is_missing: bool, card: dict[str, Any] | None
 ) -> None:
     store = open_store((tmp_path / "out").as_uri())
+    shard_dataset(make_settings(tmp_path, ["parquet"], card={"license": "mit"}))
+    old = read(store, KEYS.readme)
     shard_dataset(make_settings(tmp_path, ["parquet"]))
     before = read(store, KEYS.readme)
-    if body is None:
+    if is_missing:
         delete(store, [KEYS.readme])
     else:
-        put(store, KEYS.readme, body)
+        put(store, KEYS.readme, old)
     found = verify_dataset(store, "words", digests=False)
-    reason = "missing" if body is None else "does not fit the manifest"
+    reason = "missing" if is_missing else "does not fit the manifest"
     assert [(one.key, one.reason) for one in found.other_faults] == [(KEYS.readme, reason)]
     settings = make_settings(tmp_path, ["parquet"], card=card)
     assert repair_dataset(settings).remade_keys == (KEYS.readme,)
     assert read(store, KEYS.readme) == before
+
+
+@pytest.mark.parametrize("edit", ["other file", "line before the end", "line at the end", "empty"])
+def test_an_edited_card_is_never_replaced(tmp_path: Path, edit: str) -> None:
+    store = open_store((tmp_path / "out").as_uri())
+    settings = make_settings(tmp_path, ["parquet"])
+    assert shard_dataset(settings).warnings == ()
+    written = read(store, KEYS.readme)
+    mine = {
+        "other file": b"# By hand\n",
+        "line before the end": written.replace(b"## Source", b"## By hand\n\n## Source"),
+        "line at the end": written + b"By hand\n",
+        "empty": b"",
+    }[edit]
+    assert mine != written
+    put(store, KEYS.readme, mine)
+    (warning,) = shard_dataset(make_settings(tmp_path, ["parquet"], card={})).warnings
+    assert warning.startswith(f"{store.make_url(KEYS.readme)} was edited or replaced")
+    assert verify_dataset(store, "words").is_intact
+    delete(store, [next(one.key for one in list_objects(store, "words/shards/"))])
+    repair_dataset(settings)
+    assert read(store, KEYS.readme) == mine
+    delete(store, [KEYS.readme])  # "move the file away"
+    assert shard_dataset(settings).warnings == ()
+    assert read(store, KEYS.readme) == written
 
 
 def test_a_damaged_record_of_a_card_is_made_again_from_the_settings(tmp_path: Path) -> None:

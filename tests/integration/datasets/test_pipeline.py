@@ -48,7 +48,7 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
-from millrace.keys.leases import COLLECTOR, LeaseKeys, parse_lease
+from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name, parse_lease
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import encode_record, fetch
@@ -439,6 +439,10 @@ def test_a_suspended_run_whose_plan_was_replaced_mixes_nothing(settings, other_d
             shard_dataset(other)
         assert not exists(store, "sets/one/manifest.json")
     else:
+        found = verify_dataset(store, "sets/one")
+        assert (found.faults, found.other_faults) == ((), ())
+        assert found.strays  # uploaded by the suspended run
+        delete_garbage(store, plan_garbage(store, "sets/one", min_age=timedelta(seconds=-60)))
         assert verify_dataset(store, "sets/one").is_intact
         assert shard_dataset(other).samples == 2000
 
@@ -507,6 +511,54 @@ def test_verify_finds_what_is_missing_and_what_differs(settings):
     assert reasons[missing] == "missing"
     quick = verify_dataset(store, "sets/one", digests=False)
     assert {fault.key for fault in quick.faults} == {shortened, missing}
+
+
+def test_verify_names_objects_beside_the_shards_that_readers_would_double(settings):
+    report = shard_dataset(changed(settings, sharding={"formats": ["webdataset", "parquet"]}))
+    store = open_store(settings.store)
+    folder = "sets/one/shards/webdataset/train"
+    put(store, "sets/one/shards/parquet/train/_pages/text-000001.json", b"{}")  # `dataset index`
+    assert verify_dataset(store, "sets/one", digests=False).is_intact
+    copy = f"{folder}/train-00009-000000.tar"
+    put(store, copy, read(store, f"{folder}/train-00000-000000.tar"))
+    found = verify_dataset(store, "sets/one", digests=False)
+    assert (found.faults, [fault.key for fault in found.strays]) == ((), [copy])
+    assert found.all_faults == found.strays
+    repaired = repair_dataset(changed(settings, sharding={"formats": ["webdataset", "parquet"]}))
+    assert (repaired.remade_keys, repaired.strays) == ((), found.strays)
+    garbage = plan_garbage(store, "sets/one", min_age=timedelta(seconds=-60))
+    assert copy in {planned.key for planned in garbage.objects}
+    delete_garbage(store, garbage)
+    assert verify_dataset(store, "sets/one").is_intact
+    assert verify_dataset(store, "sets/one").shards == len(report.manifest.shards)
+
+
+def test_a_mark_of_a_folder_beside_the_shards_is_no_fault(settings):
+    memory = changed(
+        settings, store={"url": f"memory://{secrets.token_hex(8)}"}, execution={"workers": 0}
+    )
+    shard_dataset(memory)
+    store = open_store(memory.store)
+    put(store, "sets/one/shards/webdataset/train", b"")
+    assert verify_dataset(store, "sets/one", digests=False).is_intact
+
+
+def test_an_object_that_a_run_may_be_uploading_is_not_called_a_fault(settings):
+    shard_dataset(settings)
+    store, holder = open_store(settings.store), Holder.describe_this_process()
+    key = "sets/one/shards/webdataset/train/train-00009-000000.tar"
+    put(store, key, b"shard of another plan")
+    clock = StoreClock.read(store, "sets/one", holder)
+    name = LeaseKeys("sets/one", make_run_lease_name(holder.id))
+    lease = acquire(store, name, holder, timedelta(minutes=5), clock)
+    assert isinstance(lease, Lease)
+    found = verify_dataset(store, "sets/one", digests=False)
+    assert found.is_intact
+    assert key in found.notes[0]
+    assert "Verify it again when the run has ended" in found.notes[0]
+    lease.release()
+    found = verify_dataset(store, "sets/one", digests=False)
+    assert ([fault.key for fault in found.strays], found.notes) == ([key], ())
 
 
 def test_garbage_is_what_no_record_names(settings):

@@ -162,8 +162,8 @@ class Partition:
 
     def shard(self, progress=ignore_event) -> PartitionEnd:
         source = open_transformed_source(
-            self.job.source, self.files, self.store, downloads=self.job.downloads,
-            allow_private=True,
+            self.job.source, self.files, self.store, types=self.job.layout.fields,
+            downloads=self.job.downloads, allow_private=True,
         )  # fmt: skip
         return shard_partition(
             self.store, source, self.keys, self.job.layout, self.job.partition,

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect import flow
+from prefect import flow, task
 from prefect.states import Crashed
 from pydantic import SecretStr
 
@@ -19,12 +19,12 @@ from examples.tiny_lm.begin import begin
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
 from flows.release_machines import release_machines
-from flows.rent_machines import rent_machines
+from flows.rent_machines import await_machines, rent_machines
 from millrace.errors import MachineError
-from millrace.rentals import RentalSettings, RentalTimeouts, VastAccount
+from millrace.rentals import MachineSettings, RentalSettings, RentalTimeouts, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
-from tasks.renting import make_supervisor
+from tasks.renting import make_supervisor, require_ledger
 from tests.prefect_server import PATIENCE, PrefectServer, wait_until
 from tests.support.flows.campaigns import make_plan_settings, make_text
 from tests.support.flows.renting import RENT
@@ -65,6 +65,40 @@ def test_machines_are_rented_listed_and_released(
         "2 machines released; a listing shows none."
         in prefect_api.read_artifacts(back.run)["rentals"]
     )
+    assert vast.list_alive() == []
+
+
+@pytest.mark.parametrize("failing", ["fetch_machines", "report_rentals"])
+def test_machines_stay_rented_when_their_report_fails(
+    prefect_api: PrefectServer,
+    vast: VastServer,
+    payer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+) -> None:
+    @task(name=failing)
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("There was no answer.")
+
+    monkeypatch.setattr(f"flows.rent_machines.{failing}", fail)
+    (tmp_path / "store").mkdir()
+    bucket = (tmp_path / "store").as_uri()
+    done = prefect_api.call(
+        rent_machines, bucket=bucket, vast=payer, settings=RENT, name="fleet", dry_run=False
+    )
+    assert done.code == 0, done.output
+    assert len(vast.list_alive()) == 1
+
+    @flow
+    def attend() -> None:
+        settings = MachineSettings.model_validate(RENT)
+        rental = RentalSettings.make("fleet", require_ledger(bucket, "payer"), settings)
+        with make_supervisor(rental) as supervisor:
+            await_machines(supervisor)
+            assert len(vast.list_alive()) == 1
+
+    attend()
     assert vast.list_alive() == []
 
 
@@ -173,4 +207,29 @@ def test_a_program_that_has_never_worked_is_tried_twice(
     with pytest.raises(MachineError, match="the last words" if not proven else "did not start"):
         attend()
     assert (vast.list_alive(), len(vast.list_machines())) == ([], rented)
+    vast.reset()
+
+
+def test_a_program_that_ended_too_early_runs_again_when_the_campaign_is_started_again(
+    prefect_api: PrefectServer, vast: VastServer, tmp_path: Path
+) -> None:
+    key = vast.reset(rate=100.0, strict=False, program=100.0)
+    settings = RentalSettings(
+        name="fleet",
+        store=StoreSpec(url=tmp_path.as_uri()),
+        account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
+        timeouts=RentalTimeouts(poll_interval=timedelta(milliseconds=100)),
+        **RENT,
+    )
+
+    @flow
+    def attend() -> None:
+        with make_supervisor(settings) as supervisor:
+            supervisor.wait_until_done(timedelta(minutes=5))
+            assert supervisor.is_over
+            supervisor.raise_failure()
+
+    for count in (1, 2):
+        attend()
+        assert (vast.list_alive(), len(vast.list_machines())) == ([], count)
     vast.reset()

@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from millrace import errors
-from millrace.gradients import Codec, GatherSettings, Participant, RunSettings, select_weights
+from millrace.gradients import (
+    Codec,
+    GatherSettings,
+    Participant,
+    RegistrationSettings,
+    RunSettings,
+    WorkerKey,
+    select_weights,
+)
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.change_compressor import ChangeCompressor
@@ -27,6 +35,7 @@ SETTINGS = RunSettings(
     gather=GatherSettings(poll_interval=timedelta(milliseconds=20)),
     window_length=timedelta(minutes=1),
     windows=2,
+    registration=RegistrationSettings(warm_up=0),
 )
 
 
@@ -41,7 +50,7 @@ def train(model: torch.nn.Module, window: int) -> None:
     dice = torch.Generator().manual_seed(window)
     with torch.no_grad():
         for weight in model.parameters():
-            change = 0.01 * torch.randn(weight.shape, generator=dice)
+            change = 0.01 * torch.randn(weight.shape, generator=dice, dtype=torch.float32)
             if isinstance(weight, dist.tensor.DTensor):
                 change = dist.tensor.distribute_tensor(
                     change, weight.device_mesh, weight.placements
@@ -49,14 +58,19 @@ def train(model: torch.nn.Module, window: int) -> None:
             weight.add_(change)
 
 
+def join(folder: Path, group: dist.ProcessGroup | None = None) -> Participant:
+    """Register and join with the key in a file of the folder."""
+    store, key = open_store(folder.as_uri()), WorkerKey.load(folder / "worker.key")
+    return Participant.join(SETTINGS, "a", store, store, group=group, key=key)
+
+
 def take_part(
     folder: Path, model: torch.nn.Module, group: dist.ProcessGroup | None = None
 ) -> WeightState:
     """Two windows, the second by a participant that was started again; the weights after them."""
-    store = open_store(folder.as_uri())
     left: dict[str, Any] | None = None
     for _ in range(2):
-        participant = Participant.join(SETTINGS, "a", store, store, group=group)
+        participant = join(folder, group)
         if left is not None:
             participant.load_state_dict(left)
         turn = next(participant.iterate_windows())
@@ -99,8 +113,7 @@ def fails(*_: object) -> torch.Tensor:
 
 def spoil(folder: Path, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
     """One rank's shard is not finite: all hear of it, nothing is sent, and they can go on."""
-    store = open_store(folder.as_uri())
-    participant = Participant.join(SETTINGS, "a", store, store, group=group)
+    participant = join(folder, group)
     participant.load(model)
     if rank == 1:
         weight = next(iter(model.parameters()))
@@ -129,6 +142,7 @@ def sharded(folder: Path, scenario: str, rank: int, world: int) -> None:
     if scenario == "spoil":
         spoil(folder, model, rank, mesh.get_group())
     else:
+        torch.set_default_dtype(torch.float64)  # as some scripts do: weights stay what they are
         print(take_part(folder, model, mesh.get_group()).digest())
 
 

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 def begun(folder: Path) -> AggregatorSettings:
     store = open_store(folder.as_uri())
     begin_run(store, SETTINGS.chain_keys, select_weights(model_of()))
-    return AggregatorSettings(run=SETTINGS, store=store.spec, workers=("a",))
+    return AggregatorSettings(run=SETTINGS, store=store.spec, workers=())
 
 
 def ranks(folder: Path, scenario: str, world: int) -> list[str]:

@@ -28,7 +28,7 @@ from millrace.gradients.settings import WindowOpening
 from millrace.gradients.sync.registrations import register
 from millrace.progress import Event
 from millrace.records import commit_once, encode_record, fetch
-from millrace.schemas.registration import Registration, RosterStatus
+from millrace.schemas.registration import LARGEST_NUMBER, Registration, RosterStatus
 from millrace.storage import Store, list_objects, open_store, put
 from tests.stores import make_spec
 
@@ -77,27 +77,49 @@ class Worker:
         self.joined.set()
         return participant
 
-    def send(self, participant: Participant, model: torch.nn.Module, window: int) -> None:
+    def send(
+        self,
+        participant: Participant,
+        model: torch.nn.Module,
+        window: int,
+        *,
+        leaves: bool = False,
+    ) -> None:
         participant.load(model)
         dice = torch.Generator().manual_seed(window * 1000 + ord(self.uid))
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn(weight.shape, generator=dice), alpha=0.01)
         participant.submit(model)
+        if leaves:
+            participant.leave()
         participant.receive(model)
 
-    def take_part(self, last: int, *, before: dict[int, threading.Event] | None = None) -> None:
-        """Send in all windows up to the last one, and leave then."""
+    def take_part(
+        self,
+        last: int | threading.Event,
+        *,
+        before: dict[int, threading.Event] | None = None,
+        leaves_early: bool = False,
+    ) -> None:
+        """Send in all windows up to the last one, and leave, before or after it is merged.
+
+        Args:
+            last: Number of the last window, or an event after which the next window is the last.
+            before: Events that are waited for before windows.
+            leaves_early: Whether the worker leaves before its last window is merged.
+        """
         participant, model = self.join(), make_model()
         for window in participant.iterate_windows():
             if window.number in (before or {}):
                 assert before[window.number].wait(60)
-            self.send(participant, model, window.number)
+            is_last = window.number == last if isinstance(last, int) else last.is_set()
+            self.send(participant, model, window.number, leaves=is_last and leaves_early)
             self.residuals[window.number] = len(participant.state_dict()["kept"])
-            if window.number == last:
+            if is_last:
                 break
-        if not self.is_named:
-            participant.leave(self.key)
+        if not (self.is_named or leaves_early):
+            participant.leave()
 
 
 def aggregate(store: Store, run: RunSettings = RUN, **options: object) -> list[ChainLink]:
@@ -162,7 +184,7 @@ def test_a_worker_that_was_started_again_keeps_its_place_and_one_that_left_warms
 
 def test_a_worker_that_dies_is_waited_for_in_few_windows(folder):
     a, b = Worker(folder, "a"), Worker(folder, "b")
-    brief = RUN.model_copy(update={"window_length": timedelta(seconds=1)})
+    brief = RUN.model_copy(update={"window_length": timedelta(seconds=4)})
     b.join()
     heard: list[Event] = []
     with ThreadPoolExecutor(1) as pool:
@@ -177,6 +199,53 @@ def test_a_worker_that_dies_is_waited_for_in_few_windows(folder):
         (1, ("a", "b"), (), ()),
         (3, (), ("a",), ("b",)),
     ]
+
+
+def test_a_worker_that_was_removed_while_it_was_busy_joins_again(folder, caplog):
+    a, b = Worker(folder, "a"), Worker(folder, "b")
+    brief = RUN.model_copy(update={"window_length": timedelta(seconds=3)})
+    removed, back = threading.Event(), threading.Event()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, RosterChanged) and "b" in event.removed:
+            removed.set()
+
+    links: list[ChainLink] = []
+    with ThreadPoolExecutor(2) as pool:
+        works = [
+            pool.submit(a.take_part, back),
+            pool.submit(b.take_part, back, before={1: removed}),
+        ]
+        assert a.joined.wait(60)
+        assert b.joined.wait(60)
+        settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), max_windows=50)
+        for link in aggregate_run(settings, progress=hear):
+            links.append(link)
+            if removed.is_set() and "b" in link.taken:
+                back.set()
+            if all(work.done() for work in works):
+                break
+        for work in works:
+            work.result(0)
+    assert [link.window for link in links if "b" not in {*link.taken, *link.excluded}]
+    *stays, leaves = [one.leaves_after for one in list_registrations(folder, "b")]
+    assert leaves
+    assert len(stays) > 1
+    assert not any(stays)
+    assert "It has registered again, and warms up again." in caplog.text
+
+
+def test_whoever_leaves_before_the_last_window_is_merged_is_not_waited_for(folder):
+    a, b = Worker(folder, "a"), Worker(folder, "b")
+    with ThreadPoolExecutor(2) as pool:
+        works = [pool.submit(a.take_part, 4), pool.submit(b.take_part, 2, leaves_early=True)]
+        assert a.joined.wait(60)
+        assert b.joined.wait(60)
+        links = aggregate(folder, max_windows=4)
+        for work in works:
+            work.result()
+    assert [sorted(link.taken) for link in links] == [["a", "b"], ["a", "b"], ["a"], ["a"]]
+    assert [link.excluded for link in links] == [{}] * 4
 
 
 def test_a_run_that_nobody_joins_waits_and_ends(folder):
@@ -238,6 +307,35 @@ def test_a_name_belongs_to_the_key_that_registered_it(folder):
     assert [one.number for one in list_registrations(folder, "a")] == [2]
 
 
+def test_an_admitted_name_belongs_to_its_key_from_the_beginning(folder, caplog):
+    own, other = WorkerKey.generate(), WorkerKey.generate()
+
+    def admit(**keys: WorkerKey) -> RunSettings:
+        admitted = {uid: key.public for uid, key in keys.items()}
+        return RUN.model_copy(
+            update={"registration": RUN.registration.model_copy(update={"admitted": admitted})}
+        )
+
+    run = admit(a=own)
+    with pytest.raises(errors.ConfigurationError, match=f"admit a with the key {own.public}"):
+        Participant.join(run, "a", folder, folder, key=other)
+    with pytest.raises(errors.ConfigurationError, match=f"add its key.*, b: {other.public}"):
+        Participant.join(run, "b", folder, folder, key=other)
+    assert list_registrations(folder, "a") == list_registrations(folder, "b") == []
+    Participant.join(RUN, "a", folder, folder, key=other)  # its settings admit everybody
+    brief = run.model_copy(update={"window_length": timedelta(milliseconds=100)})
+    aggregate(folder, brief, max_windows=2)
+    assert read_newest_roster(folder, RUN.chain_keys)[1] == {}
+    assert caplog.text.count("`admitted` has another key for it") == 1
+    Participant.join(run, "a", folder, folder, key=own)
+    aggregate(folder, brief, max_windows=1)
+    assert read_newest_roster(folder, RUN.chain_keys)[1]["a"].key == own.public
+    Participant.join(admit(a=other), "a", folder, folder, key=other)
+    later = admit(a=other).model_copy(update={"window_length": brief.window_length})
+    aggregate(folder, later, max_windows=1)
+    assert read_newest_roster(folder, RUN.chain_keys)[1]["a"].key == other.public
+
+
 def test_a_worker_outlives_a_registration_of_another_key(folder):
     a = Worker(folder, "a")
     with ThreadPoolExecutor(1) as pool:
@@ -270,10 +368,25 @@ def test_a_window_that_is_open_keeps_its_roster_and_is_not_waited_for(folder):
 
 def test_a_worker_can_only_leave_a_run_whose_workers_register(folder):
     fixed = RUN.model_copy(update={"registration": None})
-    participant = Participant.join(fixed, "a", folder, folder)
-    with pytest.raises(errors.ConfigurationError, match="do not register"):
-        participant.leave()
+    for participant in (
+        Participant.join(fixed, "a", folder, folder),
+        Participant.join(RUN, "a", folder, folder, is_named=True),
+    ):
+        with pytest.raises(errors.ConfigurationError, match="a has not registered in runs/one"):
+            participant.leave()
     assert list_registrations(folder, "a") == []
+
+
+def test_the_largest_number_of_a_registration_is_a_sentence(folder):
+    key = WorkerKey.generate()
+    last = Registration(run=RUN.run, version="1", uid="a", number=LARGEST_NUMBER, key=key.public)
+    put(
+        folder,
+        KEYS.make_registration_key("a", LARGEST_NUMBER),
+        encode_record(key.sign(last.model_copy(update={"leaves_after": 1})), "0" * 32),
+    )
+    with pytest.raises(errors.ConfigurationError, match="largest number: join with another name"):
+        Participant.join(RUN, "a", folder, folder, key=key)
 
 
 def test_a_registration_that_a_killed_process_wrote_is_taken_over(folder):

@@ -187,6 +187,13 @@ CHECKPOINTS: dict[str, Words] = {
         "runs/one",
         (site.folder / "copy").as_uri(),
     ],
+    "checkpoint import": lambda site: [
+        "checkpoint",
+        "import",
+        _url(site, "others"),
+        "imported",
+        (site.folder / "copy").as_uri(),
+    ],
     "checkpoint probe": lambda site: ["checkpoint", "probe", _url(site), "runs/one"],
 }
 BUCKETS: dict[str, Words] = {

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow
 import torch
 from pyarrow import parquet
+from safetensors.torch import save
 
 from millrace import errors
 from millrace.audit import AuditedRole, AuditSettings, audit
@@ -35,6 +36,7 @@ from millrace.checkpoints import (
     copy_checkpoint,
     find_jobs,
     find_newest_verified,
+    import_checkpoint,
     plan_retention,
     survey,
     verify,
@@ -202,6 +204,7 @@ def _checkpoints(site: Site) -> None:
         state = {f"w{i}": torch.randn(900, generator=dice) for i in range(4)}
         with Saver(site.open_store(), "runs/one", SaveSettings(part_bytes=4096)) as saver:
             saver.save(state, step=step).result()
+    site.put("others/step_5/model.safetensors", save({"w": torch.ones(9)}))
 
 
 def _verify_checkpoints(site: Site) -> Any:
@@ -225,6 +228,12 @@ def _save_checkpoint(site: Site) -> Any:
         StoreDestination(origin), checkpoint, StoreDestination(site.open_store("to")), "kept"
     )
     return saved.root
+
+
+def _import_checkpoint(site: Site) -> Any:
+    return import_checkpoint(
+        site.make_spec("others"), site.open_store("to"), "imported"
+    ).checkpoint.root
 
 
 def _retain(site: Site) -> Any:
@@ -762,6 +771,7 @@ FLOWS: dict[str, Flow] = {
         Flow("collect-garbage", HOST, _sharded, _collect, DATASETS),
         Flow("verify-checkpoints", HOST, _checkpoints, _verify_checkpoints, CHECKPOINTS),
         Flow("save-checkpoint", FOREIGN, _checkpoints, _save_checkpoint, CHECKPOINTS),
+        Flow("import-checkpoint", FOREIGN, _checkpoints, _import_checkpoint, CHECKPOINTS),
         Flow("retain", HOST, _checkpoints, _retain, CHECKPOINTS),
         Flow("clean-bucket", WORKER, _bucket, _clean, BUCKET),
         Flow("clean-versions", WORKER, _bucket, _clean_versions, BUCKET),

@@ -185,6 +185,20 @@ def test_a_list_that_is_none_is_asked_for_again_and_never_read_as_empty(
     assert account.server.count_fired()[fault] > 2
 
 
+@pytest.mark.parametrize("fault", ["not found", "no credit"])
+def test_a_refused_list_is_no_news_about_the_machines(world: Reset, fault: str) -> None:
+    account = world()
+    account.server.fail_next(1, fault, "list")
+    with pytest.raises(errors.UnavailableError, match="does not list the instances"):
+        account.vast.list_instances()
+
+
+def test_an_account_keeps_its_identity_after_an_answer_without_one(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(2, "empty", "user")
+    assert account.vast.identify_account() == "user-1"
+
+
 @pytest.mark.parametrize("rows", [0, 1], ids=["empty pages", "pages of machines"])
 def test_a_list_whose_pages_do_not_end_is_unreadable(world: Reset, rows: int) -> None:
     vast = world().vast

@@ -20,10 +20,13 @@ from millrace.lease import Holder
 from millrace.rentals import Rental, VastClient, machine_starter, reap, release_rental, reports
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.machine_environment import make_environment
+from millrace.rentals.messages import MachineHeartbeat, ProgramExit
 from millrace.rentals.progress_events import OutputPrinted
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Credentials, StoreSpec, create, open_store, put
+from millrace.testing.credentials import make_credentials
 from millrace.testing.process import REPOSITORY
+from millrace.testing.rgw import RGW
 from millrace.testing.vast import VastServer
 from tests.prefect_server import wait_until
 from tests.support.rentals.account import Account_, Reset
@@ -246,7 +249,7 @@ def test_a_store_that_cannot_be_read_is_no_silent_machine(
         rental.wait_until_ready()
         monkeypatch.setattr(
             "millrace.rentals.reports.list_objects",
-            lambda *_: (_ for _ in ()).throw(errors.UnavailableError("down")),
+            lambda *_, **__: (_ for _ in ()).throw(errors.UnavailableError("down")),
         )
         account.server.advance(1000)
         rental.wait_until_ready()
@@ -349,3 +352,39 @@ def test_a_machine_that_prints_without_end_fills_no_log(
         f"(only 25 lines are shown; the others are in {store.make_url(keys.logs)})"
     ]
     assert heard.tail[-1] == "5.9"
+
+
+def test_a_long_log_is_read_to_its_end(
+    rgw: RGW, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_MAX_OBJECTS", 4)
+    monkeypatch.setattr(reports, "_MAX_CHUNKS_PER_REFRESH", 2)
+    pair = make_credentials(rgw.full)
+    store = open_store(StoreSpec(url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=pair))
+    keys = MachineKeys(RentalKeys("fleet").make_machine_prefix(0))
+    heard = reports.MachineReports(store, keys)
+    told: list[str] = []
+    put(store, keys.heartbeat, b'{"number": 1}')
+    for piece in range(10):
+        create(store, keys.make_log_key(piece), b"%d\n" % piece)
+    while heard.refresh():
+        told += heard.new_lines
+    assert told == [f"{piece}" for piece in range(10)]
+    put(store, keys.heartbeat, b'{"number": 2}')
+    assert heard.refresh()
+    assert heard.heartbeat == MachineHeartbeat(number=2)
+    assert not heard.refresh()
+
+
+def test_the_last_output_of_a_program_is_that_before_its_end(tmp_path: Path) -> None:
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    keys = MachineKeys(RentalKeys("fleet").make_machine_prefix(0))
+    heard = reports.MachineReports(store, keys)
+    for piece in range(30):
+        create(store, keys.make_log_key(piece), b"%d\n" % piece)
+    put(store, keys.program_exit, b'{"code": 1}')
+    assert heard.refresh()
+    assert heard.program_exit == ProgramExit(code=1)
+    assert heard.tail[-2:] == ["28", "29"]
+    skipped = f"(8 files of the log are only in {store.make_url(keys.logs)})"
+    assert heard.new_lines[-4:] == ["19", skipped, "28", "29"]

@@ -20,7 +20,6 @@ from millrace.rentals.progress_events import (
     PriceRaised,
     RentalCostUpdated,
 )
-from millrace.rentals.releasing import MachineReleaser
 from millrace.schemas.rental import ReleaseReason, ReleaseRecord
 from millrace.storage import open_store, read
 from tests.support.rentals.account import Account_, Reset
@@ -493,7 +492,7 @@ def test_an_owner_that_cannot_begin_leaves_detached_machines_detached(
     def fail(*_: object) -> None:
         raise errors.UnavailableError("503")
 
-    monkeypatch.setattr(MachineReleaser, "release", fail)
+    monkeypatch.setattr("millrace.rentals.rental.delete_detach_records", fail)
     with pytest.raises(errors.UnavailableError):
         Rental(settings, vast=account.vast).__enter__()
     assert read(store, owner, max_size=100) == DETACHED

@@ -1,7 +1,7 @@
 """A rental that a thread supervises."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import pytest
@@ -49,6 +49,20 @@ def test_machines_are_rented_while_the_block_lasts(world: Reset) -> None:
     assert not listener.is_open
     assert not RentalSupervisor.has_any_machines()
     assert listener.told.count(MachineReady) == 2
+
+
+@pytest.mark.soak
+def test_a_rental_goes_on_though_no_progress_can_be_shown(world: Reset) -> None:
+    account = world(rate=100.0, strict=False, program=1e9)
+
+    def fail(event: Event) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    settings = account.make_settings(poll_interval=FAST)
+    with RentalSupervisor(settings, progress=nullcontext(fail)) as rental:
+        rental.wait_until_ready()
+        assert len(account.server.list_alive()) == 1
+    assert account.server.list_alive() == []
 
 
 @pytest.mark.soak

@@ -47,11 +47,10 @@ def tar_of(texts: dict[str, bytes]) -> bytes:
 def test_webdataset_reads_shards_straight_from_a_private_bucket(kind, request):
     store = open_store(make_spec(kind, request))
     texts = {f"k{i}": secrets.token_bytes(50_000) for i in range(60)}
-    put(store, "a b/shard-000000.tar", tar_of(texts))
+    key = "a b/shard-000000.tar" if kind == "local" else "a b/50%41 #1-000000.tar"
+    put(store, key, tar_of(texts))
     register_store(store)
-    samples = webdataset.WebDataset(
-        [store.make_url("a b/shard-000000.tar")], shardshuffle=False, empty_check=True
-    )
+    samples = webdataset.WebDataset([store.make_url(key)], shardshuffle=False, empty_check=True)
     assert {s["__key__"]: s["txt"] for s in samples} == texts
 
 

@@ -375,6 +375,57 @@ def test_keys_do_not_escape_the_stores_prefix(store):
                 write(store, key, body)
 
 
+def make_calls(store: Store, key: str) -> dict[str, Callable[[], object]]:
+    """Return a call of each verb that takes one key."""
+    return {
+        "put": lambda: put(store, key, b"2"),
+        "put a large body": lambda: put(store, key, bytes(LARGE)),
+        "create": lambda: create(store, key, b"2"),
+        "create a large body": lambda: create(store, key, bytes(LARGE)),
+        "write": lambda: write_streamed(store, key),
+        "copy from": lambda: copy(store, key, "b"),
+        "copy to": lambda: copy(store, "a", key),
+        "head": lambda: head(store, key),
+        "exists": lambda: exists(store, key),
+        "read": lambda: read(store, key),
+        "read a range": lambda: read_range(store, key, 0, 1),
+        "hash": lambda: read_and_hash(store, key, [memoryview(bytearray(1))], size=1),
+        "read views": lambda: read_views_and_hash(store, key, 0, 1, size=1),
+        "stream": lambda: list(stream(store, key)),
+    }
+
+
+def write_streamed(store: Store, key: str) -> None:
+    with open_writer(store, key) as writer:
+        writer.write(b"2")
+
+
+@pytest.mark.parametrize("key", ["/a", "a/", "/a/", "", "/", "./a", "a\tb", "k" * 1025, "\udcff"])
+def test_a_key_that_would_be_another_object_is_refused_at_once(store, key):
+    put(store, "a", b"1")
+    for name, call in make_calls(store, key).items():
+        with pytest.raises(errors.ConfigurationError, match="is invalid") as refused:
+            call()
+        assert len(str(refused.value)) < 600, name
+    assert (keys_of(store), read(store, "a")) == (["a"], b"1")
+
+
+@pytest.mark.parametrize("key", ["/a", "a/", "/a/", ""])
+def test_to_delete_a_key_with_slashes_leaves_the_key_without_them(store, key):
+    put(store, "a", b"1")
+    failed = [failure.key for failure in delete(store, [key, "b"])]
+    assert failed == ([] if store.is_s3_compatible else [key])  # S3 deletes the exact key
+    assert keys_of(store) == ["a"]
+
+
+def test_one_text_is_no_list_of_keys_to_delete(store):
+    put(store, "k", b"1")
+    put(store, "x", b"1")
+    with pytest.raises(errors.ConfigurationError, match=r"delete\(store, \[key\]\)"):
+        delete(store, "kx")
+    assert keys_of(store) == ["k", "x"]
+
+
 @pytest.mark.parametrize("kind", ["rgw", "r2"])
 class TestRights:
     def test_a_read_only_key_reads_and_may_not_write(self, kind, request):
@@ -385,6 +436,9 @@ class TestRights:
         for write, size in itertools.product((put, create), (1, 5 * MIB)):
             with pytest.raises(errors.DeniedError, match="refuses these credentials"):
                 write(reader, "b", bytes(size))
+        with pytest.raises(errors.DeniedError, match="may list this bucket, but not write") as said:
+            write_streamed(reader, "b")
+        assert "<" not in str(said.value)
         assert [failure.key for failure in delete(reader, ["a"])] == ["a"]
         assert exists(full, "a")
 
@@ -403,8 +457,10 @@ class TestRights:
         bucket = request.getfixturevalue("bucket")
         store = open_store(spec.model_copy(update={"url": spec.url.replace(bucket, "no-such")}))
         for size in (0, LARGE):
-            with pytest.raises(errors.MillraceError, match="no-such"):
+            with pytest.raises(errors.NotFoundError, match=r"no-such.*: there is no such bucket"):
                 create(store, "a", bytes(size))
+            with pytest.raises(errors.NotFoundError, match=r"no-such.*: there is no such bucket"):
+                put(store, "a", bytes(size))
 
 
 def test_rgws_own_log_shows_the_requests(request, rgw):

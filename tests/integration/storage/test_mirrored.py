@@ -3,17 +3,19 @@
 import logging
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace import errors
 from millrace.digest import BLOCK_SIZE, combine_blocks, compute_digest, hash_blocks
-from millrace.storage import open_store, put
+from millrace.storage import head, mirrored, open_store, put, read_range
 from millrace.storage.mirror_policy import MirrorPolicy
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_download import download
@@ -21,6 +23,7 @@ from millrace.storage.mirrored_objects import MirroredObject
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import Fault, R2Proxy
 from millrace.testing.rgw import RGW
+from millrace.threads import DaemonThreadPool
 from tests.support.mirrors import Mirrors, start_mirrors
 
 BODY = random.Random(1).randbytes(2 * BLOCK_SIZE + 5000)
@@ -134,6 +137,45 @@ def test_all_locations_may_fail_for_a_while(world: Mirrors):
     reader = MirroredReader(world.stores)
     read_all(reader, item, 1)
     assert [proxy.count_fired()["error500"] for proxy in world.proxies] != [0, 0, 0]
+
+
+def test_a_read_that_waits_for_a_thread_ends_when_the_reader_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    store = open_store("memory://closed")
+    items = list[MirroredObject]()
+    for key in ("a", "b"):
+        put(store, key, BODY)
+        items.append(MirroredObject(key, len(BODY), head(store, key).etag or "", 0))
+    arrived, waiting, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def read_late(*args: Any, **more: Any) -> bytes:
+        arrived.set()
+        go_on.wait(60)
+        return read_range(*args, **more)
+
+    reader, callers = MirroredReader([store], concurrency=1), DaemonThreadPool(2, "callers")
+    submit = DaemonThreadPool.submit
+
+    def submit_and_tell(pool: DaemonThreadPool, *args: Any, **more: Any) -> Any:
+        future = submit(pool, *args, **more)
+        if arrived.is_set() and pool is not callers:
+            waiting.set()
+        return future
+
+    monkeypatch.setattr(mirrored, "read_range", read_late)
+    monkeypatch.setattr(DaemonThreadPool, "submit", submit_and_tell)
+    first = callers.submit(reader.read_range, items[0], 0, 9)
+    assert arrived.wait(60)
+    second = callers.submit(reader.read_range, items[1], 0, 9)
+    assert waiting.wait(60)
+    reader.close()
+    with pytest.raises(errors.UnavailableError, match="The reader was closed"):
+        second.result(60)
+    go_on.set()
+    assert first.result(60) == BODY[:9]
+    with pytest.raises(errors.UnavailableError, match="The reader was closed"):
+        reader.read_range(items[0], 0, 9)
 
 
 def test_an_error_has_the_reason_of_each_location(world: Mirrors):

@@ -67,6 +67,35 @@ bodies.append(ray.get(reader.read.remote()))
 print(json.dumps(bodies))
 """
 
+AGAIN = """
+import shutil, signal
+
+@ray.remote(num_cpus=0)
+@needed
+class Plain:
+    def read(self):
+        return read_file()
+
+here = ray.get_runtime_context().get_node_id()
+on_this = {"scheduling_strategy": on(here)}
+bodies = [ray.get(run_task.options(**on_this).remote())]
+
+@ray.remote(num_cpus=0)
+def remove():
+    shutil.rmtree(os.path.expandvars(asked["settings"]["root"]))
+
+ray.get(remove.options(**on_this).remote())
+bodies.append(ray.get(Plain.options(**on_this).remote().read.remote()))
+
+pids = [int(one.parts[2]) for one in Path("/proc").glob("[0-9]*/cmdline")
+        if one.read_bytes().startswith(b"ray::NodeWarmer")]
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+assert pids
+bodies.append(ray.get(Plain.options(**on_this).remote().read.remote()))
+print(json.dumps(bodies))
+"""
+
 FAILING = """
 said = set()
 here = ray.get_runtime_context().get_node_id()  # a dead node may still be listed
@@ -121,6 +150,13 @@ def test_a_node_that_has_joined_gets_the_files_from_the_others(ray_cluster, stor
     finally:
         ray_cluster.kill(new)
         ray_cluster.disks.remove(new)
+
+
+@pytest.mark.soak
+def test_files_that_are_gone_and_a_killed_actor_are_replaced(ray_cluster, store):
+    body = os.urandom(1 << 20)
+    store.put("model.bin", body)
+    assert drive(ray_cluster, store, f"${DISK}/again", AGAIN) == [body.hex()] * 3
 
 
 @pytest.mark.soak

@@ -23,10 +23,12 @@ from millrace.rentals import (
 )
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt
+from millrace.rentals.machine_environment import make_environment, upload_files
+from millrace.rentals.messages import GuestConfig, GuestFiles, make_program_environment
 from millrace.rentals.reports import MachineReports
 from millrace.rentals.vast.api import CreatedInstance
 from millrace.schemas.rental import Contract, Intent
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import StoreSpec, open_store, read
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -175,3 +177,15 @@ def make_offer_row(number: int, dollars_per_hour: float = 0.5) -> dict[str, Any]
 def make_offer(request: OfferRequest, number: int = 1, dollars_per_hour: float = 0.5) -> Offer:
     """Return an offer."""
     return Offer.from_row(make_offer_row(number, dollars_per_hour), request)
+
+
+def receive_program(settings: RentalSettings, folder: Path, attempt: Attempt) -> dict[str, str]:
+    """Write the files of a program as its machine does; return the program's environment."""
+    store = open_store(settings.store)
+    sent = make_environment(store, settings, attempt, vast_url="https://x")
+    upload_files(store, settings, attempt)
+    keys = MachineKeys(RentalKeys(settings.name).make_machine_prefix(attempt.number))
+    for name, text in GuestFiles.model_validate_json(read(store, keys.files)).texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return make_program_environment({}, GuestConfig.from_environment(sent))

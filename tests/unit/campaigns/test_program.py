@@ -24,6 +24,7 @@ from millrace.rentals import (
 )
 from millrace.settings import load_settings
 from millrace.storage import StoreSpec
+from tests.support.rentals.parts import make_attempt, receive_program
 
 SETTINGS = SharedWorkerSettings(
     campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
@@ -53,15 +54,23 @@ def test_the_key_of_an_agent_is_found_again_and_is_its_own() -> None:
     assert one != derive_node_key(VastAccount(api_key=SecretStr("b")), "c", 0)
 
 
+@pytest.mark.parametrize("is_rented", [False, True])
 def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_else(
-    tmp_path: Path,
+    is_rented: bool, tmp_path: Path
 ) -> None:
-    command = ("bash", "-c", "echo ${HOME} $${X} {slot}")
+    command = ("bash", "-c", "echo ${HOME} $${X} ${1} {slot}")
     shared = SETTINGS.model_copy(update={"command": command})
-    path = tmp_path / "worker.yaml"
-    path.write_text(render_worker_settings(shared, StoreSpec(url="file:///x"), 2))
-    settings = load_settings(path, WorkerSettings, {"MILLRACE_STORE": "file:///x"})
-    assert settings.command == ("bash", "-c", "echo ${HOME} $${X} 2")
+    store = StoreSpec(url=tmp_path.as_uri())
+    path = tmp_path / "millrace-worker.yaml"
+    environment = {"MILLRACE_STORE": store.url}
+    if is_rented:
+        program, _ = make_training_program(shared, store, REPOSITORY)
+        rental = rent(store).model_copy(update={"program": program})
+        environment = receive_program(rental, tmp_path, make_attempt(slot=2))
+    else:
+        path.write_text(render_worker_settings(shared, store, 2))
+    settings = load_settings(path, WorkerSettings, environment)
+    assert settings.command == ("bash", "-c", "echo ${HOME} $${X} ${1} 2")
     assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
 
 

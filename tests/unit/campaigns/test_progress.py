@@ -200,6 +200,12 @@ def test_the_failure_of_the_workers_says_more_than_their_silence(
         merge_epoch(training, 0, workers, merge)
 
 
+def test_workers_that_ended_too_early_are_named(make_training: MakeTraining) -> None:
+    training = make_training(aggregation={"idle": 1})
+    with pytest.raises(NoProgressError, match=r"All workers have ended\. worker-0 ended with 0"):
+        merge_epoch(training, 0, FakeWorkers(is_over=True), Aggregator(training, "-"))
+
+
 def test_windows_that_another_process_merges_are_left_to_it(make_training: MakeTraining) -> None:
     with pytest.raises(HeldError, match="small/run is aggregated by another process"):
         merge_epoch(make_training(), 0, FakeWorkers(), lambda _: None)

@@ -12,7 +12,7 @@ import torch
 
 from millrace.checkpoints import Saver, SaveSettings, load, load_into
 from millrace.checkpoints.pinned_memory import PinnedMemory, map_pinned
-from millrace.checkpoints.snapshot import StateShards
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.storage import Store, open_store
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -33,6 +33,7 @@ def make_state(device: str, seed: int = 0) -> dict[str, Any]:
         "rows": large[::3],
         "half": large.bfloat16(),
         "complex": torch.complex(large, large.flip(0)).conj(),
+        "negative": torch.complex(large, large.flip(0)).conj().imag,
         "bool": large > 0,
         "number": torch.tensor(3.5),
         "empty": torch.empty(0, 7),
@@ -45,7 +46,26 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any], device: str) -> N
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (found[name].device.type, found[name].dtype) == (device, tensor.dtype)
-        assert torch.equal(found[name].cpu(), tensor.detach().cpu().resolve_conj()), name
+        resolved = tensor.detach().cpu().resolve_conj().resolve_neg()
+        assert torch.equal(found[name].cpu(), resolved), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_copy_into_memory_of_a_file_begins_with_resolved_values(monkeypatch, transposed):
+    """A copy from a GPU ends later, so that torch must not resolve the bits in its target."""
+    copied = list[torch.Tensor]()
+    copy = torch.Tensor.copy_
+
+    def copy_and_note(target: torch.Tensor, source: torch.Tensor, **more: bool) -> torch.Tensor:
+        copied.append(source)
+        return copy(target, source, **more)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_note)
+    values = torch.complex(torch.ones(3, 2), torch.arange(6.0).view(3, 2)).conj()
+    state = {"conj": values, "neg": values.imag}
+    shards = StateShards({name: one.T if transposed else one for name, one in state.items()})
+    SnapshotBuffers().snapshot(shards, 10_000)
+    assert not any(one.is_conj() or one.is_neg() for one in copied)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -60,6 +60,7 @@ def test_objects_are_counted_by_kind_folder_and_age(bucket: BucketBuilder) -> No
         (ObjectFilter(prefix="a/"), {"a/1.pt", "a/2.txt"}),
         (ObjectFilter(suffix=".pt"), {"a/1.pt", "b/3.pt"}),
         (ObjectFilter(pattern="*[12].*"), {"a/1.pt", "a/2.txt"}),
+        (ObjectFilter(exclude=("*/1.*", "b*")), {"a/2.txt"}),
         (ObjectFilter(older_than=timedelta(hours=24)), {"a/2.txt", "b/3.pt"}),
         (ObjectFilter(newer_than=timedelta(hours=40)), {"a/1.pt", "a/2.txt"}),
         (ObjectFilter(prefix="a/", suffix=".pt", older_than=timedelta(hours=24)), set[str]()),
@@ -100,3 +101,17 @@ def test_the_commands_print_tables_and_json(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["bucket", "list", str(tmp_path), "--limit", "1", "--json"])
     (one,) = json.loads(shown.stdout)
     assert one.keys() == {"key", "size", "last_write"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list", "--match", ""],
+        ["usage", "--exclude", ""],
+        ["copy", "memory://other", "--match", ""],
+        ["clean", "--older-than", "1d", "--match", ""],
+    ],
+)
+def test_an_empty_pattern_is_refused_by_every_command(words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["bucket", words[0], "memory://bucket", *words[1:]])
+    assert (done.exit_code, "A pattern of keys is empty" in done.output) == (2, True)

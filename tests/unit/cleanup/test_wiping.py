@@ -1,14 +1,25 @@
 """Wipes of a store that has the stores of others below it."""
 
+from datetime import timedelta
+
 import pytest
 
 from millrace import errors
-from millrace.cleanup import plan_wipe, survey_wipe, wipe
+from millrace.cleanup import (
+    CleanupBucketPreset,
+    CleanupSettings,
+    find_stale_uploads,
+    make_plan,
+    plan_wipe,
+    survey_wipe,
+    wipe,
+)
+from millrace.cleanup.wiping import check_confirmation
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.gradients import GradientKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
-from millrace.storage import exists, list_objects, open_store
+from millrace.storage import Location, StoreSpec, exists, list_objects, open_store
 from tests.support.cleanup.material import BucketBuilder
 
 KEYS = RentalKeys("fleet")
@@ -71,3 +82,24 @@ def test_a_ledger_that_a_machine_or_a_worker_invents_stops_no_wipe(outer):
     outer.put(GradientKeys("run", "1").make_gradient_key("w1", 0))
     wipe(outer.store.spec, plan_wipe(outer.store.spec).name, confirm="bucket")
     assert not list(list_objects(outer.store))
+
+
+@pytest.mark.parametrize("url", ["file:///", "/", "//", "/..", "link"])
+def test_of_the_root_of_the_file_system_nothing_is_deleted(url, tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    spec = StoreSpec(url=str(tmp_path / "link") if url == "link" else url)
+    settings = CleanupSettings(store=spec, rules=(CleanupBucketPreset(),))
+    for call in (
+        lambda: survey_wipe(spec),
+        lambda: plan_wipe(spec),
+        lambda: make_plan(settings),
+        lambda: find_stale_uploads(spec, older_than=timedelta(0)),
+    ):
+        with pytest.raises(errors.ConfigurationError, match="root of the file system"):
+            call()
+
+
+@pytest.mark.parametrize("url", ["file:///", "memory://"])
+def test_an_empty_name_confirms_nothing(url):
+    with pytest.raises(errors.ConfigurationError, match="has no name"):
+        check_confirmation(Location.parse(url), "")

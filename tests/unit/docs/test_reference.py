@@ -201,7 +201,7 @@ def build_names():
     yield from (
         job.make_part_key(1, DIGEST),
         job.make_metadata_key(1),
-        job.make_share_key(1, "a", 0),
+        job.make_share_key(1, "a", 1, 0),
         job.make_pin_key(1),
     )
     yield job.make_block_list_key(1, DIGEST)

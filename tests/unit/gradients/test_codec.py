@@ -345,3 +345,24 @@ def test_every_flipped_bit_of_a_small_one_is_refused_or_right():
         flipped = bytearray(body)
         flipped[at // 8] ^= 1 << (at % 8)
         refused_or_whole(bytes(flipped), shape, codec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_type_of_a_script_changes_nothing(dtype):
+    change, codec = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)), Codec(k=64)
+
+    def send_twice() -> tuple[list[bytes], torch.Tensor]:
+        feedback = ErrorFeedback(codec)
+        sent = [feedback.compress("weight", change) for _ in range(2)]
+        return sent, Decoder(codec).decode(sent[1], (40, 30))
+
+    expected, values = send_twice()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found, decoded = send_twice()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == expected
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded, values)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from millrace.errors import ConfigurationError, UnavailableError
 from millrace.gradients import (
@@ -19,6 +20,7 @@ from millrace.gradients import (
     GatherWindow,
     QuorumError,
     Sender,
+    encode,
     gather,
 )
 from millrace.gradients.codec.gradient_object import (
@@ -193,6 +195,24 @@ def test_who_sends_what_another_has_sent_is_out(store):
     found = gather(now_over(), workers(store, 0, 1), QUICK)
     assert set(found.taken) == {"1"}
     assert found.excluded["0"].reason is ExclusionReason.DUPLICATE
+
+
+def test_a_copy_whose_endpoint_states_an_earlier_time_is_out(store, tmp_path):
+    own = open_store((tmp_path / "own").as_uri(), is_foreign=True)
+    send(store, "0")
+    send(own, "1", made(uid="1", bodies=bodies(seed=0)))
+    age(own, "1", NOW - timedelta(minutes=5))
+    found = gather(now_over(), [*workers(store, 0), *workers(own, 1)], QUICK)
+    assert set(found.taken) == {"0"}
+    assert found.excluded["1"].reason is ExclusionReason.DUPLICATE
+
+
+def test_workers_without_a_change_are_no_copies_of_each_other(store):
+    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    still = {name: encode(tensor, CODEC) for name, tensor in nothing.items()}
+    for uid in (0, 1):
+        send(store, str(uid), made(uid=str(uid), bodies=still))
+    assert set(gather(now_over(), workers(store, 0, 1), QUICK).taken) == {"0", "1"}
 
 
 def test_reserves_stand_in_for_who_is_bad_without_waiting(store):

@@ -35,9 +35,9 @@ from millrace.gradients import (
 )
 from millrace.gradients.codec.gradient_object import compute_fingerprint
 from millrace.gradients.codec.tensors import compute_largest_size
-from millrace.gradients.codec.torchfile import FormatError, read_texts_and_tensors
 from millrace.keys.gradients import GradientKeys
 from millrace.storage import Stat, Store, StoreSpec, delete, head, open_store, put
+from millrace.torchfile import FormatError, read_texts_and_tensors
 from tests.support.examples import scale_examples
 from tests.unit.gradients.test_codec import drawn
 
@@ -390,6 +390,22 @@ def test_a_file_that_would_grow_or_lies_of_its_length_is_refused(store):
     crowd = as_torch(made(), **{f"{n}": torch.full((1,), n).byte() for n in range(30)})
     with pytest.raises(FormatError, match="more files in it"):
         texts_of(crowd, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "is_right"), [(44, 0, True), (44, -1, False), (45, 0, False)]
+)
+def test_a_directory_is_where_every_version_of_python_looks_for_it(size, shift, is_right):
+    body = rezipped(as_torch(made()), lambda _, content: content)
+    entries, length, start = struct.unpack_from("<10xHII", body, len(body) - 22)
+    larger = struct.pack("<4sQHHII4Q", b"PK\6\6", size, 45, 45, 0, 0, *[entries] * 2, length, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(body) - 22 + shift, 1)
+    changed = body[:-22] + larger + locator + body[-22:]
+    if is_right:
+        assert texts_of(changed, 1 << 20) == texts_of(body, 1 << 20)
+    else:
+        with pytest.raises(FormatError, match="its directory is damaged"):
+            texts_of(changed, 1 << 20)
 
 
 def text(value: str) -> bytes:

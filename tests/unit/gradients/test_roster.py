@@ -60,9 +60,10 @@ def go_on(
     found: dict[str, Registration] | None = None,
     settings: RegistrationSettings = SETTINGS,
     quorum: int = 1,
+    wanted: int | None = None,
 ) -> Roster:
     window = last.window + 1 if isinstance(last, ChainLink) else 1
-    return update_roster(before, last, found or {}, settings, window, quorum=quorum)
+    return update_roster(before, last, found or {}, settings, window, quorum=quorum, wanted=wanted)
 
 
 def make_member(uid: str) -> Roster:
@@ -95,6 +96,31 @@ def test_a_window_without_a_valid_gradient_begins_the_warm_up_again(reason):
 def test_a_gradient_that_was_not_needed_changes_nothing():
     before = make_member("a")
     assert go_on(before, link(3)) == before
+
+
+def test_what_the_aggregator_could_not_read_is_not_missed():
+    before = make_member("a")
+    assert go_on(before, link(3, a=ExclusionReason.UNAVAILABLE)) == before
+
+
+def test_a_gradient_that_a_complete_window_did_not_wait_for_is_not_missed():
+    both = go_on({}, START, registered("a") | registered("b"), quorum=2)
+    both = go_on(go_on(both, link(1, "ab"), quorum=2), link(2, "ab"), quorum=2)
+    late = link(3, "a", b=ExclusionReason.MISSING)
+    assert go_on(both, late, wanted=1)["b"].missed == 0
+    assert go_on(both, late, wanted=2)["b"].missed == 1
+    assert go_on(both, late)["b"].missed == 1
+    warm = go_on(go_on(make_member("a"), link(3, "a"), registered("b")), late, wanted=1)
+    assert warm["b"].missed == 1  # half of a window is waited for workers that warm up
+
+
+def test_an_admitted_name_goes_to_another_key_with_the_settings():
+    before = make_member("a")
+    other = "f" * 64
+    admitted = SETTINGS.model_copy(update={"admitted": {"a": other}})
+    said = registered("a")["a"].model_copy(update={"key": other, "number": 2})
+    entry = go_on(before, link(3, "a"), {"a": said}, admitted)["a"]
+    assert (entry.key, entry.since, entry.status) == (other, 4, RosterStatus.WARMING_UP)
 
 
 def test_a_gradient_without_a_quorum_was_valid():

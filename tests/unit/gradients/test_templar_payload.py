@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from millrace.errors import ConfigurationError
 from millrace.gradients.codec.gradient_object import GradientError
-from millrace.gradients.codec.torchfile import TorchFile
 from millrace.gradients.templar.payload import ExpectedPayload, TemplarPayload, parse_payload
 from millrace.gradients.templar.tiling import find_tile_length, make_templar_tiles
 from millrace.schemas.gradient import ExclusionReason, Transform
+from millrace.torchfile import TorchFile
 from tests.support.examples import scale_examples
 from tests.support.templar_gradients import Written, cut, save, write_payload
 

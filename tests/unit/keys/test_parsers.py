@@ -1,6 +1,10 @@
+import re
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.errors import ConfigurationError
 from millrace.keys.checkpoints import CheckpointKeys, find_block_list_key
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.datasets import CommitName, DatasetKeys
@@ -42,9 +46,8 @@ def keys(draw: st.DrawFn) -> str:
     return "/".join(parts)
 
 
-@settings(max_examples=scale_examples(2000))
-@given(keys())
-def test_no_key_that_anybody_may_write_fails_a_parser(key):
+def parse_by_all(key: str) -> None:
+    """Call every parser with a key."""
     parsers = [
         classify_key, classify_nested_key, parse_attempt, CommitName.parse,
         DatasetKeys("a").parse_commit,
@@ -57,6 +60,18 @@ def test_no_key_that_anybody_may_write_fails_a_parser(key):
     ]  # fmt: skip
     for parse in parsers:
         parse(key)
+
+
+@pytest.mark.parametrize("key", OURS)
+def test_a_number_of_thousands_of_digits_fails_no_parser(key):
+    """The endpoint of a worker may list any text."""
+    parse_by_all(re.sub(r"[0-9]{2,}", "1" * 5000, key))
+
+
+@settings(max_examples=scale_examples(2000))
+@given(keys())
+def test_no_key_that_anybody_may_write_fails_a_parser(key):
+    parse_by_all(key)
     what = classify_key(key)
     if what is not None and what.version:
         assert ChainKeys(what.scope, what.version).job == what.lease_scope
@@ -79,3 +94,8 @@ def test_each_record_of_an_attempt_is_a_record_of_its_rental():
     assert parse_price_number("raised-000012") == 12
     assert parse_price_number("released") is None
     assert parse_attempt(rental.make_raised_key(7, 12).replace("raised-000012", "raised")) is None
+
+
+def test_a_rental_cannot_be_named_as_the_records_of_another():
+    with pytest.raises(ConfigurationError, match="attempts"):
+        RentalKeys("fleet/attempts/b")

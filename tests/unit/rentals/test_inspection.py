@@ -108,7 +108,7 @@ def test_a_machine_without_heartbeats_is_released(bench: Bench) -> None:
 def test_a_store_that_does_not_answer_is_not_silence(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise errors.UnavailableError("down")
 
     bench.beat(1)

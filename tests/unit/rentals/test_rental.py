@@ -1,5 +1,8 @@
 """A rental from its first machine to its end, with an account in memory."""
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +14,11 @@ from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder, Lease, LeaseTerm
 from millrace.progress import Event
 from millrace.records import commit_once
-from millrace.rentals import Rental, VastClient, reap, release_rental
+from millrace.rentals import Rental, VastClient, reap, reaper, release_rental
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineRented
-from millrace.rentals.releasing import MachineReleaser
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Store, exists, open_store, put, read
 from tests.support.rentals.parts import HOUR, START, FakeVast, make_offer_row, make_settings
 
@@ -140,6 +143,148 @@ def test_one_of_several_machines_cannot_spend_the_money_of_all_by_its_reports(
         assert 11.0 < rental.cost < 2 * 2.1 + 11.0
 
 
+def fail_progress(event: Event) -> None:
+    raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("way", ["owner", "reap", "release"])
+def test_all_machines_are_released_though_no_progress_can_be_shown(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The first request to destroy the second machine fails."""
+    destroy, failures = bench.vast.destroy_instance, [2]
+
+    def destroy_later(number: int) -> None:
+        if number in failures:
+            failures.remove(number)
+            raise errors.UnavailableError("429")
+        destroy(number)
+
+    monkeypatch.setattr(bench.vast, "destroy_instance", destroy_later)
+    settings, vast = make_settings(bench.folder, machines=2), cast("VastClient", bench.vast)
+    if way == "owner":
+        monkeypatch.setattr(bench, "_write_heartbeats", fail_progress)
+        with bench.rent(machines=2) as rental:
+            rental._fill_slots(threading.Event())
+            assert len(bench.vast.instances) == 2
+    else:
+        abandon(bench, machines=2)
+        if way == "reap":
+            reap(settings.ledger, vast=vast, progress=fail_progress)
+        else:
+            release_rental(settings.ledger, "fleet", vast=vast, progress=fail_progress)
+    assert not bench.vast.instances
+    assert all(one.release_record for one in list_attempts(bench.store, "fleet"))
+    assert not failures
+
+
+def test_no_owner_takes_machines_over_while_the_reaper_releases_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandon(bench, machines=2)
+    destroy, refusals = bench.vast.destroy_instance, list[str]()
+
+    def start_owner(number: int) -> None:
+        destroy(number)
+        with pytest.raises(errors.HeldError, match="fleet is held by") as refusal:
+            bench.rent(machines=2).__enter__()
+        refusals.append(str(refusal.value))
+
+    monkeypatch.setattr(bench.vast, "destroy_instance", start_owner)
+    result = reap(make_settings(bench.folder).ledger, vast=cast("VastClient", bench.vast))
+    assert (len(result.released), len(refusals)) == (2, 2)
+    with bench.rent(machines=2) as rental:  # the reaper has left the rental
+        assert rental.machines == ()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_reaper_leaves_machines_to_an_owner_that_comes_at_the_last_moment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, detached: bool
+) -> None:
+    """Also if this owner has detached them by then."""
+    abandon(bench)
+    next_owner, acquire = bench.rent(detached=detached), reaper.acquire_ownership
+
+    def acquire_late(*args: Any) -> object:
+        next_owner.__enter__()
+        if detached:
+            next_owner.__exit__(None, None, None)
+        return acquire(*args)
+
+    monkeypatch.setattr(reaper, "acquire_ownership", acquire_late)
+    result = reap(make_settings(bench.folder).ledger, vast=cast("VastClient", bench.vast))
+    assert (len(result.released), len(result.kept)) == (0, 1)
+    assert result.kept[0].owner == ("" if detached else "another process")
+    assert len(bench.vast.instances) == 1
+    next_owner._stack.close()
+
+
+def test_a_machine_that_cannot_be_destroyed_ends_no_rental_and_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its host does not answer. Its slot gets another machine."""
+    bench.vast.offers = [make_offer_row(one) for one in range(1, 9)]
+    destroy, stuck = bench.vast.destroy_instance, {1}
+
+    def destroy_others(number: int) -> None:
+        if number in stuck:
+            raise errors.UnavailableError("this host does not answer")
+        destroy(number)
+
+    monkeypatch.setattr(bench.vast, "destroy_instance", destroy_others)
+    with bench.rent(machines=2) as rental:
+        rental.wait_until_ready()
+        bench.vast.add(1, bench.vast.creates[0], actual_status="exited")
+        started = bench.vast.clock.elapsed
+        rental.wait_until_ready()
+        assert bench.vast.clock.elapsed - started < 60
+        assert set(bench.vast.instances) == {1, 2, 3}
+        assert [one.attempt.instance_id for one in rental.machines] == [3, 2]
+        assert not caplog.records
+        bench.vast.clock.sleep(HOUR.total_seconds())
+        assert rental.cost == pytest.approx(3 * 0.5, rel=0.02)
+        bench.write_heartbeat(1, received=1)
+        bench.write_heartbeat(2, received=1)
+        rental.wait_until_ready()
+        assert "this host does not answer" in caplog.text
+        stuck.clear()
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {2, 3}
+        assert read_costs(bench) == [pytest.approx(0.5, rel=0.02)]
+    assert not bench.vast.instances
+
+
+def test_a_machine_that_cannot_be_destroyed_at_the_takeover_keeps_no_owner_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandon(bench, machines=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.vast, "destroy_instance", fail)
+        rental = bench.rent(machines=1).__enter__()
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {1, 2}
+        with pytest.raises(errors.UnavailableError, match="is not confirmed"):
+            rental.__exit__(None, None, None)
+    assert read_costs(bench) == []
+
+
+def test_no_machine_is_rented_while_no_listing_shows_whether_released_ones_exist(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.vast.offers = [make_offer_row(one) for one in range(1, 9)]
+    with bench.rent(machines=2, retry_failed=True) as rental:
+        rental.wait_until_ready()
+        put(bench.store, MachineKeys(KEYS.make_machine_prefix(0)).program_exit, b'{"code": 1}')
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.vast, "list_instances", fail)
+            rental._poll_machines()
+            rental._fill_slots(threading.Event())
+            assert len(bench.vast.creates) == 2
+        rental._poll_machines()
+        rental._fill_slots(threading.Event())
+        assert len(bench.vast.creates) == 3
+
+
 class KilledError(BaseException):
     """End of an owner that no part of it handles."""
 
@@ -151,6 +296,10 @@ def kill_before(patch: pytest.MonkeyPatch, function: str) -> None:
         raise KilledError
 
     patch.setattr(function, kill)
+
+
+def fail(*_: object) -> None:
+    raise errors.UnavailableError("503")
 
 
 def raise_price(bench: Bench, dollars_per_hour: float) -> None:
@@ -264,6 +413,90 @@ def test_the_reaper_keeps_the_price_of_a_detached_machine_that_is_lost_later(ben
     assert read_released_cost(bench) == pytest.approx(1.5, rel=0.01)
 
 
+def lose(bench: Bench, hours: float) -> None:
+    """Rent a machine for an hour, and have it and its owner disappear for some hours."""
+    rental = bench.rent()
+    rental.__enter__()
+    rental.wait_until_ready()
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    rental._stack.close()
+    bench.vast.instances.clear()
+    bench.vast.clock.sleep(hours * HOUR.total_seconds())
+    written_at = time.time() - hours * HOUR.total_seconds()
+    for key in (KEYS.owner, MachineKeys(KEYS.make_machine_prefix(0)).heartbeat):
+        os.utime(bench.folder / key, (written_at, written_at))
+
+
+@pytest.mark.parametrize("way", ["owner", "blind owner", "reap", "release"])
+def test_a_machine_that_is_lost_without_an_owner_costs_nothing_afterwards(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also after its deadline, and if the first listing of the next owner cannot be read."""
+    lose(bench, hours=60)
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    expected = pytest.approx(0.5 * 65 / 60, rel=0.01)
+    if way == "reap":
+        reap(settings, vast=vast)
+    elif way == "release":
+        release_rental(settings, "fleet", vast=vast)
+    else:
+        rental = bench.rent()
+        with monkeypatch.context() as patch:
+            if way == "blind owner":
+                patch.setattr(bench.vast, "list_instances", fail)
+            rental.__enter__()
+        assert rental.cost == expected
+        rental.wait_until_ready()
+        assert len(bench.vast.instances) == 1  # another machine
+        rental.__exit__(None, None, None)
+        attempts = list_attempts(bench.store, "fleet")
+        assert sum(one.compute_cost(START) for one in attempts) == pytest.approx(rental.cost)
+    first, *_ = list_attempts(bench.store, "fleet")
+    assert first.release_record is not None
+    assert first.release_record.cost == expected
+
+
+def test_a_program_that_ended_without_an_owner_is_done_also_after_the_deadline(
+    bench: Bench,
+) -> None:
+    lose(bench, hours=60)
+    put(bench.store, MachineKeys(KEYS.make_machine_prefix(0)).program_exit, b'{"code": 0}')
+    with bench.rent() as rental:
+        rental.wait_until_done()
+    (attempt,) = list_attempts(bench.store, "fleet")
+    assert attempt.release_record is not None
+    assert attempt.release_record.reason is ReleaseReason.DONE
+
+
+@pytest.mark.parametrize("way", ["owner", "reap", "release"])
+def test_an_intent_without_a_create_request_costs_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    rental = bench.rent()
+    rental.__enter__()
+    with monkeypatch.context() as patch:
+        kill_before(patch, "tests.support.rentals.parts.FakeVast.create_instance")
+        with pytest.raises(KilledError):
+            rental.wait_until_ready()
+    rental._stack.close()
+    bench.vast.clock.sleep(30 * HOUR.total_seconds())
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    if way == "reap":
+        reap(settings, vast=vast)
+    elif way == "release":
+        release_rental(settings, "fleet", vast=vast)
+    else:
+        with bench.rent() as rental:
+            assert rental.cost == 0
+    assert read_released_cost(bench) == 0
+
+
+def read_costs(bench: Bench) -> list[float]:
+    """Return the recorded costs of the released machines."""
+    attempts = list_attempts(bench.store, "fleet")
+    return [one.release_record.cost for one in attempts if one.release_record]
+
+
 def compute_final_cost(bench: Bench) -> float:
     """Return what all machines have cost when the last one has reached its end."""
     return sum(one.compute_cost(one.deadline) for one in list_attempts(bench.store, "fleet"))
@@ -298,11 +531,7 @@ def test_an_end_stays_if_the_next_owner_cannot_begin(
         rental.wait_until_ready()
     told = read(bench.store, KEYS.owner, max_size=100)
     assert told.startswith(b"detached ")
-
-    def fail(*_: object) -> None:
-        raise errors.UnavailableError("503")
-
-    monkeypatch.setattr(MachineReleaser, "release", fail)
+    monkeypatch.setattr("millrace.rentals.rental.delete_detach_records", fail)
     with pytest.raises(errors.UnavailableError):
         bench.rent().__enter__()
     assert read(bench.store, KEYS.owner, max_size=100) == told

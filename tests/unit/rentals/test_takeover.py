@@ -10,6 +10,7 @@ from millrace.records import commit_once
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import record_release
 from millrace.rentals.ledger import Attempt
+from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import (
@@ -44,7 +45,9 @@ def write(context: RentalContext, attempt: Attempt, reason: ReleaseReason | None
 
 def take_over(context: RentalContext, state: RentalState) -> list[ReleaseDecision]:
     """Take over the machines of a rental, as its next owner does."""
-    return take_over_machines(context, state, list_own_attempts(context))
+    signs = LifeSigns(context.store, context.keys)
+    instances = context.vast.list_instances()
+    return take_over_machines(context, state, list_own_attempts(context), instances, signs)
 
 
 def test_machines_get_their_slots_and_costs_are_summed(context: RentalContext) -> None:

@@ -18,7 +18,9 @@ ENV = {
     ([b"detached"], "the deadline has passed", 10000.0),
     ([b"detached 700"], "the deadline has passed", 700.0),
     ([b"detached 20000"], "the deadline has passed", 10000.0),
-    ([b"a", b"detached 700", None, None], "the deadline has passed", 700.0),
+    ([b"a", b"detached 700", None], "the deadline has passed", 700.0),  # the store is silent
+    ([b"detached", None, b"a", None], "the owner sent no heartbeat", 330.0),
+    ([None], "the owner sent no heartbeat", 300.0),
     ([b"detached soon"], "the owner sent no heartbeat", 300.0),
     ([b"detached 700", b"a"], "the owner sent no heartbeat", 315.0),  # an owner has taken over
 ])  # fmt: skip
@@ -37,7 +39,5 @@ def test_a_detached_machine_ends_when_its_owner_said(
     clock = SimpleNamespace(monotonic=lambda: elapsed, time=lambda: elapsed, sleep=sleep)
     monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(watchdog, "read_owner", read_owner)
-    if contents[-1] is None:  # the owner's object cannot be read any more
-        monkeypatch.setitem(ENV, "MILLRACE_HEARTBEAT_TIMEOUT", "1000")
     assert watchdog.watch(ENV, 0.0) == reason
     assert elapsed == pytest.approx(end, abs=1.0)

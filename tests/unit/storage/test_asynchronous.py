@@ -11,6 +11,7 @@ import pytest
 
 from millrace import errors, storage
 from millrace.storage import Store, asynchronous, open_store
+from tests.support.s3 import Refusal, Request, S3Endpoint, serve_s3
 
 
 @pytest.fixture
@@ -79,6 +80,41 @@ def test_a_cancelled_task_ends_at_once_and_its_iterator_is_closed() -> None:
     asyncio.run(use())
     go_on.set()
     assert closed.wait(60)
+
+
+def test_a_request_of_a_cancelled_task_is_not_tried_again() -> None:
+    """A later try could overwrite what was written meanwhile."""
+    arrived, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def put(store: Store, key: str, data: bytes) -> None:
+        try:
+            storage.put(store, key, data)
+        finally:
+            ended.set()
+
+    async def use(endpoint: S3Endpoint) -> None:
+        task = asyncio.create_task(asynchronous._make_twin(put)(endpoint.open(), "a", b"old"))
+        await asyncio.to_thread(arrived.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        await asyncio.to_thread(ended.wait, 60)
+        await asynchronous.put(endpoint.open(), "a", b"new")
+
+    with serve_s3() as endpoint:
+        answer = endpoint.answer
+
+        def answer_late(request: Request) -> tuple[int, bytes] | None:
+            arrived.set()
+            cancelled.wait(60)
+            return answer(request)
+
+        endpoint.answer = answer_late
+        endpoint.refusals = [Refusal("PUT", 503, "SlowDown")]
+        asyncio.run(use(endpoint))
+        assert [one.body for one in endpoint.requests if one.method == "PUT"] == [b"old", b"new"]
+        assert endpoint.objects == {"a": b"new"}
 
 
 def test_a_writer_publishes_its_object_at_the_end_of_its_context(store: Store) -> None:

@@ -40,13 +40,60 @@ def test_a_url_names_its_place(url, backend, bucket, prefix):
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://host/x", "s3://", f"r2://{ACCOUNT}", "r2://bucket/x", "file://host/x",
-     "s3://key:secret@bucket/x", "s3://bucket/x?secret=1"],
+     "s3://key:secret@bucket/x", "s3://bucket/x?secret=1", "file://", "s3://secret@[x"],
 )  # fmt: skip
 def test_what_is_no_place_is_refused_with_what_to_write(url, monkeypatch):
     monkeypatch.delenv("R2_ACCOUNT_ID", raising=False)
     with pytest.raises(errors.ConfigurationError) as refusal:
         open_store(url)
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b/x//", "s3://b//x", "s3://b//", "s3://b/x//y", "s3://b/x%2F/y", "gs://b//x",
+     f"r2://{ACCOUNT}//b", f"r2://{ACCOUNT}/b//x", "s3://b/../x", "s3://b/x/./y", "s3://b/a%0Ab"],
+)  # fmt: skip
+def test_a_url_whose_prefix_no_key_can_have_is_refused(url):
+    with pytest.raises(errors.ConfigurationError, match="two slashes in a row"):
+        Location.parse(url)
+
+
+PREFIXES = ["a%41", "50% #1", "a?b", "a#b/c", "a b+ü", "%25", "a&b=c;d"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("url", ["s3://bucket/above", f"r2://{ACCOUNT}/bucket", "folder", "path"])
+def test_the_url_of_a_store_names_the_same_prefix_again(url, prefix, tmp_path):
+    url = {"folder": tmp_path.as_uri(), "path": str(tmp_path)}.get(url, url)
+    store = open_store(StoreSpec(url=url, region="eu").with_prefix(prefix))
+    path = (
+        store.location.bucket if store.location.backend is Backend.FILE else store.location.prefix
+    )
+    assert path.endswith(prefix)
+    for other in (open_store(store.url), pickle.loads(pickle.dumps(store))):
+        assert other.location == store.location
+    assert Location.parse(store.make_url("k%20#")) == Location.parse(
+        store.spec.with_prefix("k%20#").url
+    )
+
+
+@pytest.mark.parametrize("name", ["pp#1", "pq?x", "p@h", "p%41", "a b", "[x", "x//y"])
+def test_a_path_is_a_path_whatever_is_in_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir(parents=True)
+    for path in (name, str(tmp_path / name)):
+        assert Location.parse(path).bucket == str(tmp_path / name)
+    spec = read_spec_from_environment({"LOCAL_STORAGE_PATH": str(tmp_path / name)})
+    assert open_store(spec).location.bucket == str(tmp_path / name)
+
+
+def test_a_relative_segment_of_a_folder_is_resolved(tmp_path):
+    (tmp_path / "up/x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("up/x")
+    for path in (f"{tmp_path}/up/x/..", f"file://{tmp_path}/link/..", f"{tmp_path}/up/./x/../"):
+        assert Location.parse(path).bucket == str(tmp_path / "up")
+    assert Location.parse(f"{tmp_path}/link").bucket == str(tmp_path / "link")
 
 
 def test_an_r2_account_leads_to_its_endpoint_and_region():
@@ -124,8 +171,14 @@ def test_a_url_can_be_that_of_the_environment(monkeypatch):
     assert given.endpoint == "http://127.0.0.1:2"
     settings = StoreSettings.model_validate({"url": "env://runs"})
     assert settings.store.url == "s3://bucket/below/runs"
+    assert open_store("env://50%25/x").location.prefix == "below/50%/x"
+    with pytest.raises(errors.ConfigurationError, match="two slashes in a row"):
+        open_store("env://x//")
     monkeypatch.delenv("CHECKPOINT_BUCKET")
     with pytest.raises(errors.ConfigurationError, match="set CHECKPOINT_BUCKET"):
+        open_store("env://")
+    monkeypatch.setenv("CHECKPOINT_BUCKET", "env://")
+    with pytest.raises(errors.ConfigurationError, match="Write the "):
         open_store("env://")
 
 

@@ -1,5 +1,6 @@
 """The signatures are those of botocore."""
 
+from dataclasses import replace
 from datetime import datetime
 
 import botocore.auth
@@ -7,8 +8,10 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from obstore.exceptions import GenericError
 
-from millrace.storage import put
+from millrace.storage import Backend, put
+from millrace.storage.signed import copy_with_signature
 from tests.support.s3 import serve_s3
 
 
@@ -34,3 +37,27 @@ def test_a_signature_covers_the_path_of_the_endpoint(
     )
     S3SigV4Auth(Credentials("id", "secret"), "s3", "us-east-1").add_auth(expected)
     assert signature == expected.headers["Authorization"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "overwrite", "header"),
+    [
+        (Backend.R2, False, "cf-copy-destination-if-none-match"),
+        (Backend.R2, True, ""),
+        (Backend.S3, False, ""),  # of an endpoint that is not Amazon's
+    ],
+)
+def test_only_stores_with_a_condition_for_copies_are_asked_to_replace_nothing(
+    backend: Backend, overwrite: bool, header: str
+) -> None:
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        store = replace(store, location=replace(store.location, backend=backend))
+        with pytest.raises(GenericError):  # the endpoint makes no copies
+            copy_with_signature(store, "to", store, "from", '"etag"', overwrite=overwrite)
+        (request,) = endpoint.requests
+    found = {name for name in request.headers if "none-match" in name}
+    assert found == ({header} if header else set())
+    if header:
+        assert request.headers[header] == "*"
+        assert header in request.headers["authorization"]

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from millrace.errors import ConfigurationError
 from millrace.swarm.cache_index import (
     CacheCheck,
     CacheEntry,
     append_entries,
     hash_file,
     hash_file_segments,
+    read_identity,
     read_index,
     recognise_file,
 )
@@ -51,6 +53,26 @@ def test_only_damaged_pieces_are_fetched_again_whatever_the_pieces_were(
     damaged[5 * MIB + 100] ^= 1
     kept = list_kept(tmp_path / "file", damaged, **sizes)
     assert [number for number, is_kept in enumerate(kept) if not is_kept] == [5 // now]
+
+
+@pytest.mark.parametrize(("own", "reads"), [("", True), ("full", True), ("stat", False)])
+def test_a_request_may_have_its_files_recognised_by_size_times_and_inode(tmp_path, own, reads):
+    path, file = tmp_path / "file", File("file", len(BODY), "etag", "s3://bucket/file", check=own)
+    damaged = bytes(len(BODY))
+    path.write_bytes(BODY)
+    _, digests = hash_file(path, file, MIB)
+    path.write_bytes(damaged)
+    entry = CacheEntry(
+        "file", file.size, path.stat().st_mtime_ns, file.etag, file.origin, "", MIB,
+        [each.hex() for each in digests], read_identity(path),
+    )  # fmt: skip
+    found = recognise_file(path, file, [entry], build_catalogue([file], MIB), CacheCheck.FULL)
+    assert found is not None
+    assert found.hashed == reads
+    assert found.digests == ([None] * len(digests) if reads else list(digests))
+    path.touch()  # another time, as after a restored backup
+    with pytest.raises(ConfigurationError, match="changed since"):
+        recognise_file(path, file, [entry], build_catalogue([file], MIB), CacheCheck.STAT)
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIB, MIB + 1), (MIB + 1, MIB), (100_000, 4 * MIB)])

@@ -136,9 +136,8 @@ def test_a_node_refuses_a_driver_of_another_version(monkeypatch):
     monkeypatch.setattr("millrace.swarm.run_spec.VERSION", protocol.VERSION + 1)
     body = make_body()
     monkeypatch.undo()
-    with pytest.raises(
-        ProtocolVersionError, match=r"driver speaks version 6 .* and this Millrace version"
-    ):
+    refused = f"driver speaks version {protocol.VERSION + 1} .* and this Millrace version"
+    with pytest.raises(ProtocolVersionError, match=refused):
         decode_start_body(body)
 
 

@@ -6,9 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 
-from millrace.errors import UnavailableError, WorkerError
-from millrace.swarm import NodeReport, PrewarmReport, PrewarmSettings, Request, needed_files
+from millrace.errors import ConfigurationError, UnavailableError, WorkerError
+from millrace.swarm import (
+    NodeReport,
+    PrewarmReport,
+    PrewarmSettings,
+    Request,
+    needed_files,
+    needs_files,
+)
 from millrace.swarm.needed_files import NodeWarmer
 
 SETTINGS = PrewarmSettings(
@@ -32,21 +40,23 @@ def report(**reasons: str) -> PrewarmReport:
 
 
 @pytest.fixture
-def warmer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[NodeWarmer, list[int]]]:
+def warmer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[NodeWarmer, list[Path]]]:
     """An actor whose runs end as given, and the runs."""
 
-    def make(*ends: PrewarmReport | Exception) -> tuple[NodeWarmer, list[int]]:
-        runs: list[int] = []
+    def make(
+        *ends: PrewarmReport | Exception, file: Path | None = None
+    ) -> tuple[NodeWarmer, list[Path]]:
+        runs: list[Path] = []
 
-        def run(_: PrewarmSettings) -> PrewarmReport:
+        def run(settings: PrewarmSettings) -> PrewarmReport:
             end = ends[len(runs)]
-            runs.append(len(runs))
+            runs.append(settings.root or Path())
             if isinstance(end, Exception):
                 raise end
             return end
 
         monkeypatch.setattr(needed_files, "prewarm", run)
-        return NodeWarmer(SETTINGS, {}), runs
+        return NodeWarmer(SETTINGS, {}, file), runs
 
     return make
 
@@ -107,3 +117,53 @@ def test_calls_that_wait_for_a_run_get_its_error(warmer, monkeypatch):
     assert len(runs) == 1
     monkeypatch.setattr(needed_files, "prewarm", run)
     assert actor.warm("b") == "/root"
+
+
+def test_a_node_whose_files_are_gone_gets_them_again(warmer):
+    actor, runs = warmer(report(a="", b=""), report(a="", b=""))
+    assert actor.warm("a") == actor.warm("a") == "/root"
+    assert actor.warm("a", is_gone=True) == "/root"
+    assert len(runs) == 2
+
+
+def test_settings_that_were_corrected_are_read_again(warmer, tmp_path):
+    file = tmp_path / "prewarm.yaml"
+    file.write_text("wrong")
+    actor, runs = warmer(UnavailableError("There is no object."), report(a=""), file=file)
+    with pytest.raises(UnavailableError):
+        actor.warm("a")
+    file.write_text(
+        "{requests: [{prefix: other/}], stores: {s: {url: 'memory://s'}}, root: /other}"
+    )
+    assert actor.warm("a") == "/other"
+    assert runs == [Path("/root"), Path("/other")]
+
+
+def test_decorators_in_another_form_are_refused():
+    needed = needs_files(SETTINGS)
+    with pytest.raises(ConfigurationError, match=r'write @needs_files\("prewarm.yaml"\) below'):
+        needs_files(lambda: None)
+
+    class Reader:
+        pass
+
+    for remote in (ray.remote(lambda: None), ray.remote(Reader)):
+        with pytest.raises(ConfigurationError, match=r"write @ray\.remote in the line above it"):
+            needed(remote)
+
+    async def run() -> None:
+        pass
+
+    with pytest.raises(ConfigurationError, match="leave out `async`"):
+        needed(run)
+
+
+def test_a_class_without_an_init_is_one_of_actors():
+    class Plain:
+        def read(self) -> int:
+            return 1
+
+    made = needs_files(SETTINGS)(Plain)
+    ray.remote(made)
+    with pytest.raises(ConfigurationError, match=r"call `ray\.init`"):
+        made()

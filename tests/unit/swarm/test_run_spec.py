@@ -26,9 +26,9 @@ def test_a_node_decodes_what_the_driver_has_encoded():
     assert decode_start_body(encode_start_body(AGENTS, SPEC.encode())) == (SPEC, AGENTS)
 
 
-def test_the_fields_of_the_body_are_those_of_version_five():
+def test_the_fields_of_the_body_are_those_of_version_six():
     agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()).split(b"\n"))
-    assert VERSION == 5
+    assert VERSION == 6
     assert agents == {
         "node-b": {
             "scheme": "https",
@@ -38,9 +38,9 @@ def test_the_fields_of_the_body_are_those_of_version_five():
             "fingerprint": "f" * 64,
         }
     }
-    row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", ""]
+    row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", "", ""]
     assert spec == {
-        "version": 5,
+        "version": 6,
         "catalogue": {"piece_size": 1 << 20, "files": [row]},
         "sources": ["https://b/a?signature"],
         "key": b"key".hex(),

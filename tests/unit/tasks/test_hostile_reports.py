@@ -27,6 +27,7 @@ REPORTS = [
     "tasks.campaign_tasks.report_campaign",
     "tasks.checkpointing.report_checkpoints",
     "tasks.checkpointing.report_copy",
+    "tasks.checkpointing.report_import",
     "tasks.cleaning.report_cleaning",
     "tasks.cleaning.report_contents",
     "tasks.cleaning.report_plan",

@@ -53,6 +53,11 @@ def test_the_report_says_what_there_is_and_what_this_run_did() -> None:
     assert "](data:image/svg+xml;base64," in text
 
 
+def test_the_report_has_the_warnings_of_the_run() -> None:
+    text = sharding.describe_shards(ShardingResult(report(warnings=("Look at *this*.",)), {}))
+    assert "**Warning:** Look at \\*this\\*." in text
+
+
 def test_a_run_that_found_all_done_says_so_without_a_picture() -> None:
     text = sharding.describe_shards(ShardingResult(report(new_shards=0, new_bytes=0), {}))
     assert "All shards were there before this run." in text

@@ -1,7 +1,9 @@
 """Interface of a reader of shards, and the values of fields that sources give as bytes."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,10 @@ import orjson
 from millrace.datasets.formats import FieldType
 from millrace.datasets.loader.fetch import OpenShard
 from millrace.errors import CorruptError
+
+_LOW, _HIGH = -(1 << 63), 1 << 64  # orjson reads the integers between them as they are
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_RUN = b"0" * 19  # digits of the shortest integers beyond 64 bits
 
 LoadedSample = dict[str, Any]
 """A sample as a trainer gets it: values by the names of the fields."""
@@ -75,10 +81,49 @@ def decode_uint32(data: memoryview) -> npt.NDArray[np.uint32]:
     return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
+def decode_json(data: memoryview | bytes) -> Any:
+    """Return the value of a JSON text, with integers of any size.
+
+    orjson reads integers beyond 64 bits as floats. Then `json` parses the text again, which takes
+    ten times as long.
+    """
+    value = orjson.loads(data)
+    if _may_have_changed(value, data):
+        with contextlib.suppress(RecursionError):  # orjson reads more levels
+            return json.loads(bytes(data))
+    return value
+
+
+def _may_have_changed(value: Any, data: memoryview | bytes) -> bool:
+    """Decide whether orjson may have read an integer as a float.
+
+    The values of a dict are looked at. If there are others below them, the text is searched for a
+    long integer, which is faster than a look at all values.
+    """
+    is_dict = type(value) is dict
+    values: Iterable[Any] = cast("dict[str, Any]", value).values() if is_dict else (value,)
+    for one in values:
+        kind = cast("type[Any]", type(one))
+        if kind is float and not _LOW < one < _HIGH:
+            return True
+        if kind is list or kind is dict:
+            return _has_long_integer(bytes(data))
+    return False
+
+
+def _has_long_integer(text: bytes) -> bool:
+    """Decide whether a text has 19 digits in a row that do not follow a decimal point."""
+    digits = text.translate(_DIGITS)
+    at = digits.find(_LONG_RUN)
+    while at > 0 and text[at - 1] == ord("."):
+        at = digits.find(_LONG_RUN, at + len(_LONG_RUN))
+    return at >= 0
+
+
 DECODERS: Mapping[FieldType, Callable[[memoryview], Any]] = {
     FieldType.BYTES: bytes,
     FieldType.STR: decode_text,
-    FieldType.JSON: orjson.loads,
+    FieldType.JSON: decode_json,
     FieldType.INT: decode_int,
     FieldType.FLOAT: decode_float,
     FieldType.UINT16_ARRAY: decode_uint16,

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,7 +17,12 @@ from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields, FieldType
 from millrace.datasets.formats.parquet import name_page_columns
 from millrace.datasets.loader.fetch import OpenShard
-from millrace.datasets.loader.readers.base import DecodeRows, LoadedSample, raise_damage
+from millrace.datasets.loader.readers.base import (
+    DecodeRows,
+    LoadedSample,
+    decode_json,
+    raise_damage,
+)
 
 _TAIL = 64 << 10  # bytes at the end of a file with the footer of most files
 _BATCH_ROWS = 256
@@ -32,7 +36,8 @@ def _list_values(column: Column) -> list[Any]:
 
 
 def _parse_values(column: Column) -> list[Any]:
-    return [None if text is None else orjson.loads(text) for text in column.to_pylist()]
+    texts = column.cast(pa.binary()).to_pylist()
+    return [None if text is None else decode_json(text) for text in texts]
 
 
 def _slice_arrays(column: Column) -> list[Any]:

@@ -6,16 +6,14 @@ from the last of these before its first sample.
 """
 
 import struct
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate
 from typing import Any, NoReturn
 
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields
 from millrace.datasets.formats.base import guess_type
-from millrace.datasets.loader.fetch import OpenShard
+from millrace.datasets.loader.fetch import OpenShard, join_views
 from millrace.datasets.loader.readers.base import (
     DECODERS,
     DecodeRows,
@@ -32,8 +30,11 @@ _SKIP = 100  # samples that are skipped before their memory is freed
 _HEADER = struct.Struct("<100s24x11s21xc")  # name, size in octal digits, type
 
 
-Member = tuple[str, str, int, int]
-"""Key of a sample, name of a field, and offsets of its data in the shard."""
+Member = tuple[str, str, memoryview | list[memoryview], int, int]
+"""Key of a sample, name of a field, bytes of the shard, and offsets of the field's data in them.
+
+Data in several parts is a list of views, and the offsets are the first and the last of them.
+"""
 
 
 class TarSampleReader:
@@ -72,12 +73,8 @@ class TarSampleReader:
         while self._row < start:
             self._walk(min(_SKIP, start - self._row))
             self._shard.release(self._offset)
-        first = self._offset
-        self._shard.release(first)
-        members, firsts = self._walk(end - start)
-        views = self._shard.read_views(first, self._offset)
-        make = partial(_StoredMembers, self._explain, self._decoders)
-        return partial(make, members, firsts, views, first)
+        self._shard.release(self._offset)
+        return partial(_StoredSamples, *self._walk(end - start), self._decoders, self._explain)
 
     def close(self) -> None:
         """Close the shard."""
@@ -90,36 +87,44 @@ class TarSampleReader:
             Members of the samples, and the index of the first member of each sample.
         """
         found, firsts = list[Member](), list[int]()
-        offset, key, rows = self._offset, "", 0
+        rows, key = 0, ""
         view, view_start, last = self._view, self._view_start, self._view_end
+        offset, at, shard_size = self._offset, self._offset - view_start, self._shard.size
         unpack = _HEADER.unpack_from
         while count:
-            if not view_start <= offset <= last:
+            if not 0 <= at <= last:
                 view, view_start, last = self._look(offset)
-            raw, digits, kind = unpack(view, offset - view_start)
+                at = 0
+            raw, digits, kind = unpack(view, at)
             if kind == b"0" and not raw[99]:
                 try:
-                    name, size = str(raw.rstrip(b"\0"), "utf-8"), int(digits, 8)
+                    name, size = raw.rstrip(b"\0").decode(), int(digits, 8)
                 except ValueError:
                     raise_damage(self._shard, f"the header at {offset} is damaged")
-                start = offset + TAR_BLOCK
+                start = at + TAR_BLOCK
             elif not raw[0] and kind == b"\0":
                 break
             else:
                 name, start, size = self._read_long_header(offset)
-            dot = name.find(".", name.rfind("/") + 1)
+                start -= view_start
+            its_key, dot, field = name.partition(".") if "/" not in name else _split_path(name)
             end = start + size
-            if dot < 0 or end > self._shard.size:
+            if not dot or view_start + end > shard_size:
                 raise_damage(
                     self._shard, f"the member at {offset} is cut short or has no extension"
                 )
-            if name[:dot] != key:
+            if its_key != key or not rows:
                 if rows == count:
                     break
-                key, rows = name[:dot], rows + 1
+                key, rows = its_key, rows + 1
                 firsts.append(len(found))
-            found.append((key, name[dot + 1 :], start, end))
-            offset = end + -size % TAR_BLOCK
+            if end <= last + TAR_BLOCK:
+                found.append((its_key, field, view, start, end))
+            else:
+                views = self._shard.read_views(view_start + start, view_start + end)
+                found.append((its_key, field, views, 0, len(views)))
+            at = end + -size % TAR_BLOCK
+            offset = view_start + at
         if rows != count:
             raise_damage(self._shard, f"it has {self._row + rows} samples, not {self._samples}")
         self._offsets.note(self._shard.name, self._row + count, offset)
@@ -127,14 +132,16 @@ class TarSampleReader:
         return found, firsts
 
     def _look(self, offset: int) -> tuple[memoryview, int, int]:
-        """Return bytes from a header on, the offset of the first, and that of the last header."""
+        """Return bytes from a header on, the offset of the first, and the last place of a header.
+
+        The place is relative to the first byte.
+        """
         if offset + TAR_BLOCK > self._shard.size:
             raise_damage(self._shard, "it has no end")
         view = self._shard.read_on(offset)
         if len(view) < TAR_BLOCK:
             view = self._shard.read(offset, offset + TAR_BLOCK)
-        self._view, self._view_start = view, offset
-        self._view_end = offset + len(view) - TAR_BLOCK
+        self._view, self._view_start, self._view_end = view, offset, len(view) - TAR_BLOCK
         return view, offset, self._view_end
 
     def _read_long_header(self, offset: int) -> tuple[str, int, int]:
@@ -162,6 +169,13 @@ class TarSampleReader:
         ) from None
 
 
+def _split_path(path: str) -> tuple[str, str, str]:
+    """Return the key, the dot and the field of a member in a folder."""
+    folder, slash, name = path.rpartition("/")
+    key, dot, field = name.partition(".")
+    return folder + slash + key, dot, field
+
+
 class _Decoders(dict[str, Callable[[memoryview], Any]]):
     """Functions that decode the fields, by their names."""
 
@@ -174,30 +188,25 @@ class _Decoders(dict[str, Callable[[memoryview], Any]]):
         return found
 
 
-class _StoredMembers:
+class _StoredSamples:
     """Samples that are decoded when they are taken.
 
     Args:
-        explain: Called with the key of a sample, the name of a field, and the error of its value.
-        decoders: Functions that decode the fields.
         members: Members of all samples.
         firsts: Index of the first member of each sample.
-        views: Bytes of the samples, in consecutive views. Only members of two views are copied.
-        start: Offset of the first of these bytes in the shard.
+        decoders: Functions that decode the fields.
+        explain: Called with the key of a sample, the name of a field, and the error of its value.
     """
 
     def __init__(
         self,
-        explain: Callable[[str, str, ValueError], NoReturn],
-        decoders: _Decoders,
         members: list[Member],
         firsts: list[int],
-        views: list[memoryview],
-        start: int,
+        decoders: _Decoders,
+        explain: Callable[[str, str, ValueError], NoReturn],
     ) -> None:
-        self._explain, self._decoders = explain, decoders
-        self._members, self._firsts, self._views = members, [*firsts, len(members)], views
-        self._ends = list(accumulate(map(len, views), initial=start))[1:]
+        self._members, self._firsts = members, [*firsts, len(members)]
+        self._decoders, self._explain = decoders, explain
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -207,25 +216,13 @@ class _StoredMembers:
 
     def __getitem__(self, index: int, /) -> LoadedSample:
         first, last = self._firsts[index], self._firsts[index + 1]
-        decoders, take = self._decoders, self._slice
         key = field = self._members[first][0]
         sample: LoadedSample = {KEY: key}
         try:
-            for _, field, start, end in self._members[first:last]:
-                sample[field] = decoders[field](take(start, end))
+            for _, field, source, start, end in self._members[first:last]:
+                data = source[start:end]
+                whole = data if type(data) is memoryview else join_views(data)
+                sample[field] = self._decoders[field](whole)
         except ValueError as error:
             self._explain(key, field, error)
         return sample
-
-    def _slice(self, start: int, end: int) -> memoryview:
-        """Return the bytes between two offsets in the shard."""
-        number = bisect_left(self._ends, end)
-        view, at = self._views[number], self._ends[number] - len(self._views[number])
-        if start >= at:
-            return view[start - at : end - at]
-        parts = [view[: end - at]]
-        while start < at:
-            number -= 1
-            view, at = self._views[number], at - len(self._views[number])
-            parts.insert(0, view[max(0, start - at) :])
-        return memoryview(b"".join(parts))

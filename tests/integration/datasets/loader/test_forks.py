@@ -12,21 +12,28 @@ from typing import Any
 import pytest
 
 from millrace import errors
+from millrace.checkpoints import Saver, load
 from millrace.datasets.formats.base import FieldType
 from millrace.datasets.formats.parquet import PagesFormat
-from millrace.datasets.loader import Page, PageLoader, TokenLoader
+from millrace.datasets.loader import Page, PageLoader, ShardLoader, TokenLoader
 from millrace.datasets.loader.page_index import index_pages
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import (
+    Store,
     StoreSpec,
+    copy,
+    create,
+    delete_one,
     exists,
     head,
     list_folders,
     list_objects,
     open_store,
+    open_writer,
     put,
     read,
+    read_and_hash,
     read_range,
     stream,
 )
@@ -39,6 +46,7 @@ from tests.stores import make_spec
 from tests.support.byte_pairs import encode_json, make_tokenizer
 from tests.support.forks import leave_out_prefect
 from tests.support.formats import make_objects
+from tests.support.shard_datasets import write_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 SIZES = (1200, 349)
@@ -143,28 +151,52 @@ def test_a_file_that_is_written_again_is_noticed_in_a_forked_process(
 
 
 def test_the_verbs_that_read_work_in_a_forked_process(dataset: StoreSpec) -> None:
-    store = open_store(dataset)
+    check_verbs(open_store(dataset))
+
+
+def test_the_verbs_that_read_a_folder_work_in_a_forked_process(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    store = open_store(tmp_path.as_uri())
+    check_verbs(store)
+    assert call_in_fork(lambda: list_folders(store, "a/none/")) == []
+    for key in ("a", "../a", "a//b"):
+        with pytest.raises((errors.NotFoundError, errors.ConfigurationError)) as here:
+            read(store, key)
+        with pytest.raises(here.type):
+            call_in_fork(lambda key=key: read(store, key))
+
+
+def check_verbs(store: Store) -> None:
+    """Compare the results and the errors of verbs here and in a forked process."""
     put(store, "a/b c+d", b"0123456789")
+    put(store, "a/nothing", b"")
     etag = head(store, "a/b c+d").etag
 
-    def check() -> list[Any]:
+    def call_all() -> list[Any]:
+        body = bytearray(10)
         return [
             read(store, "a/b c+d"),
-            read(store, "a/b c+d", etag=etag),
+            read(store, "a/b c+d", etag=etag, max_size=10),
+            read(store, "a/nothing"),
             read_range(store, "a/b c+d", 3, 7, etag=etag),
+            read_range(store, "a/b c+d", 3, 70),
             b"".join(stream(store, "a/b c+d", block_size=4)),
             head(store, "a/b c+d"),
             exists(store, "a/none"),
-            [stat.key for stat in list_objects(store, "a/")],
+            sorted(stat.key for stat in list_objects(store, "a/")),
             list_folders(store),
+            (read_and_hash(store, "a/b c+d", [memoryview(body)], size=10), body)
+            if not store.is_remote
+            else None,
         ]
 
-    expected = check()
-    assert call_in_fork(check) == expected
+    expected = call_all()
+    assert call_in_fork(call_all) == expected
     for act, kind in (
         (lambda: read(store, "a/none"), errors.NotFoundError),
         (lambda: head(store, "a/none"), errors.NotFoundError),
         (lambda: read(store, "a/b c+d", etag='"0"'), errors.ChangedError),
+        (lambda: read_range(store, "a/b c+d", 0, 5, size=11), errors.ChangedError),
         (lambda: read(store, "a/b c+d", max_size=9), errors.CorruptError),
         (lambda: read_range(store, "a/b c+d", 30, 40), errors.CorruptError),
     ):
@@ -172,6 +204,50 @@ def test_the_verbs_that_read_work_in_a_forked_process(dataset: StoreSpec) -> Non
             act()
         with pytest.raises(kind):
             call_in_fork(act)
+
+
+def test_a_forked_process_does_not_write_into_a_folder(tmp_path: Path) -> None:
+    """Instead of hanging."""
+    store = open_store(tmp_path.as_uri())
+    put(store, "a", b"1")
+
+    def write() -> None:
+        with open_writer(store, "b") as writer:
+            writer.write(b"1")
+
+    for act in (
+        lambda: put(store, "b", b"1"),
+        lambda: create(store, "b", b"1"),
+        lambda: copy(store, "a", "b"),
+        lambda: delete_one(store, "a"),
+        write,
+    ):
+        with pytest.raises(errors.ConfigurationError, match=r"forked after file://.*spawn"):
+            call_in_fork(act)
+
+
+def test_forked_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path) -> None:
+    """Right after their parent has read them."""
+    from torch.utils.data import DataLoader
+
+    samples = [Sample(f"k{n}", {"txt": f"text {n}".encode()}, n) for n in range(40)]
+    store = open_store(tmp_path.as_uri())
+    write_dataset(store, "d", ["webdataset"], {"txt": FieldType.STR}, [samples[:25], samples[25:]])
+    loader = ShardLoader(tmp_path.as_uri(), "d")
+    texts = sorted(sample["txt"] for sample in loader)
+    head(store, DatasetKeys("d").manifest)
+    data = DataLoader(
+        ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset(),
+        batch_size=None, num_workers=2, timeout=120, multiprocessing_context="fork",
+    )  # fmt: skip
+    assert sorted(sample["txt"] for sample in data) == texts
+
+
+def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    with Saver(store, "job") as saver:
+        saver.save({"lr": 0.1, "text": "abc"}, step=1).result()
+    assert call_in_fork(lambda: load(store, "job").state) == {"lr": 0.1, "text": "abc"}
 
 
 def test_a_forked_process_reads_while_the_store_fails(
@@ -193,6 +269,8 @@ def test_what_cannot_be_read_after_a_fork_says_so(gcs: GCSServer, request: Any) 
     put(google, "a", b"1")
     with pytest.raises(errors.ConfigurationError, match=r"forked after gs://.*spawn"):
         call_in_fork(lambda: read(google, "a"))
+    with pytest.raises(errors.ConfigurationError, match=r"forked after gs://.*spawn"):
+        call_in_fork(lambda: list(list_objects(google)))
     store = open_store(make_spec("rgw", request))
     with pytest.raises(errors.ConfigurationError, match=r"forked after s3://.*spawn"):
         call_in_fork(lambda: put(store, "a", b"1"))

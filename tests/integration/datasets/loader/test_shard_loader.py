@@ -15,6 +15,7 @@ import pytest
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets.loader import ShardLoader
+from millrace.datasets.loader.readers import offset_table
 from millrace.storage import StoreSpec, list_objects, open_store, put, read
 from millrace.testing.faults import Faults
 from millrace.testing.key import connect
@@ -129,6 +130,70 @@ def test_spawned_workers_resume_with_another_number_of_workers(
         state = loader.state_dict()
         del iterator
     assert judge(get_pairs(received)) == ""
+
+
+@pytest.mark.parametrize("transforms", [False, True])
+def test_an_error_within_a_batch_loses_no_sample(
+    stored: StoreSpec,
+    transforms: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    judge: Callable[[list[tuple[str, str]]], str],
+) -> None:
+    calls = 0
+
+    def fail_once(sample: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise KeyboardInterrupt
+        return sample
+
+    def open_loader() -> ShardLoader:
+        steps: Any = {"transform": fail_once} if transforms else {}
+        return ShardLoader(stored, DATASET, format="mds", seed=2, batch_size=4, **steps)
+
+    if not transforms:  # an error while a row is decoded
+        original = offset_table._StoredRows.__getitem__  # pyright: ignore[reportPrivateUsage]
+
+        def decode(rows: Any, index: int) -> Any:
+            return fail_once(original(rows, index))
+
+        monkeypatch.setattr(offset_table._StoredRows, "__getitem__", decode)
+    loader, received = open_loader(), list[Any]()
+    batches = iter(loader)
+    received += next(batches)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert len(received) == 4
+    again = open_loader()
+    again.load_state_dict(loader.state_dict())
+    for batch in again:
+        received += batch
+    assert judge(get_pairs(received)) == ""
+
+
+def test_a_refused_iterator_moves_nothing(stored: StoreSpec) -> None:
+    loader = ShardLoader(stored, DATASET, format="mds", seed=2, transform=lambda sample: sample)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    next(new)
+    before = loader.state_dict()
+    with pytest.raises(
+        errors.ConfigurationError, match="A later iteration of the loader has begun"
+    ):
+        next(old)
+    assert loader.state_dict() == before
+
+
+def test_the_epoch_has_ended_with_its_last_short_batch(stored: StoreSpec) -> None:
+    loader = ShardLoader(stored, DATASET, format="mds", seed=2, batch_size=ROWS - 1)
+    batches = iter(loader)
+    assert len(next(batches)) == ROWS - 1
+    assert loader.epoch == 0
+    assert len(next(batches)) == 1
+    assert loader.epoch == 1
+    assert next(batches, None) is None
 
 
 def test_a_process_that_is_killed_loses_and_repeats_nothing(

@@ -147,6 +147,31 @@ def test_every_type_has_its_value(name: FormatName) -> None:
     assert_same(case.read(), case.expected)
 
 
+@pytest.mark.parametrize("name", FULL, ids=str)
+def test_numbers_of_json_are_exact(name: FormatName) -> None:
+    # Python's `json` cannot read as many levels as the last one has.
+    texts = [
+        '{"n":123456789012345678901234567890}',
+        '{"n":-9223372036854775809,"m":18446744073709551615}',
+        "123456789012345678901234567890",
+        '{"a":[{"b":[0.1234567890123456789,18446744073709551616]}],"c":1.5}',
+        '[0.1234567890123456789,"1234567890123456789012",1e30]',
+        "[" * 1000 + "18446744073709551616" + "]" * 1000,
+    ]
+    if name in {FormatName.LITDATA, FormatName.MDS}:
+        texts.pop()  # they take no more than 512 levels
+    samples = [Sample(f"k{n}", {"meta": text.encode()}, n) for n, text in enumerate(texts)]
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    manifest = write_dataset(store, "d", [name], {"meta": FieldType.JSON}, [samples])
+    found = [one["meta"] for one in Case(store, manifest, []).read(0, len(texts))]
+    assert list(map(repr, found[:5])) == [repr(json.loads(text)) for text in texts[:5]]
+    for deep in found[5:]:
+        value = deep
+        while isinstance(value, list):
+            (value,) = value
+        assert value == 2**64
+
+
 def test_samples_are_read_in_steps_of_any_length(name: FormatName) -> None:
     case = make_case(name)
     for step in (1, 7, 59):

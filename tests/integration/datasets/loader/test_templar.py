@@ -235,9 +235,13 @@ def test_a_dataset_of_millrace_is_read_from_a_store_by_the_variables_of_templar(
     monkeypatch.delenv("R2_DATASET_BUCKET_NAME")
     with pytest.raises(errors.ConfigurationError, match="Set R2_DATASET_BUCKET_NAME, or"):
         draw_pages(0, 1, 1)
-    listed = [{"account_id": ACCOUNT, "name": bucket, "credentials": {"read": key}}]
+    listed = [
+        {"account_id": ACCOUNT, "name": name, "credentials": {"read": key}}
+        for name in (f"{bucket}-gone", bucket)
+    ]
     monkeypatch.setenv("R2_DATASET_BUCKET_LIST", json.dumps(listed))
     assert draw_pages(0, 4, 1) == pages
+    assert all(map(np.array_equal, make_loader(pages, length=32, pack=True), expected))
     R2DatasetLoader.close_all()
     monkeypatch.setenv("R2_DATASET_BUCKET_LIST", "[{}]")
     with pytest.raises(errors.ConfigurationError, match="no list of buckets"):

@@ -551,7 +551,7 @@ def test_a_dataset_of_tar_files_is_made_by_workers(kind, request, tmp_path_facto
     wanted = Counter()
     for number in range(3):
         members = [
-            (f"{number}/{n}.{name}", f"{number} {n} {name}".encode())
+            (f"{number}/{n}.{name}", f'"{number} {n} {name}"'.encode())
             for name in ("txt", "json")
             for n in range(200)
         ]

@@ -1,5 +1,6 @@
 """Files on every node: what is requested, and where it goes."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -63,6 +64,53 @@ def test_the_same_object_to_two_destinations_is_fetched_once(store, nodes):
     body = contents["large.bin"]
     assert read_files(nodes[0].root) == {"a/model.bin": body, "b/model.bin": body}
     assert store.read_counts().bytes == report.size == len(body)
+
+
+LINKED = [Request(key="changing/large.bin", destination=name) for name in ("a.bin", "b/b.bin")]
+
+
+def change(store, number: int) -> bytes:
+    """Put another content under the same key."""
+    body = hashlib.shake_256(f"{number}".encode()).digest(5 * MIB + number)
+    store.put("changing/large.bin", body)
+    return body
+
+
+def test_all_destinations_of_an_object_get_its_new_content(store, nodes):
+    for number in range(3):
+        body = change(store, number)
+        report = prewarm(make_settings(store, nodes, requests=LINKED))
+        assert [read_files(node.root) for node in nodes] == [{"a.bin": body, "b/b.bin": body}] * 3
+    for requests in (LINKED[1:], LINKED[::-1], LINKED[:1], LINKED):
+        report = prewarm(make_settings(store, nodes, requests=requests))
+        assert [node.cached for node in report.nodes] == [len(body)] * 3
+    body = change(store, 3)
+    prewarm(make_settings(store, nodes, requests=LINKED[1:]))
+    assert read_files(nodes[0].root)["b/b.bin"] == body
+    prewarm(make_settings(store, nodes, requests=LINKED))
+    assert [read_files(node.root) for node in nodes] == [{"a.bin": body, "b/b.bin": body}] * 3
+
+
+def test_a_destination_that_was_removed_comes_back(store, nodes):
+    body = change(store, 0)
+    for name in ("a.bin", "b/b.bin"):
+        prewarm(make_settings(store, nodes[:1], requests=LINKED))
+        (nodes[0].root / name).unlink()
+        prewarm(make_settings(store, nodes[:1], requests=LINKED))
+        assert read_files(nodes[0].root) == {"a.bin": body, "b/b.bin": body}
+
+
+def test_a_file_of_somebody_at_a_further_destination_is_refused_before_anything_is_replaced(
+    store, nodes
+):
+    first = change(store, 0)
+    prewarm(make_settings(store, nodes[:1], requests=LINKED[:1]))
+    (nodes[0].root / "b").mkdir()
+    (nodes[0].root / "b/b.bin").write_bytes(b"mine")
+    change(store, 1)
+    with pytest.raises(errors.WorkerError, match=r"b\.bin exists, and Millrace did not make it"):
+        prewarm(make_settings(store, nodes[:1], requests=LINKED))
+    assert read_files(nodes[0].root) == {"a.bin": first, "b/b.bin": b"mine"}
 
 
 def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):

@@ -15,7 +15,7 @@ from millrace import errors
 from millrace.swarm import Host, Hosts, Request, prewarm, tls
 from millrace.swarm.driving import driver_reader
 from millrace.swarm.progress_events import NodeUntrusted
-from millrace.swarm.protocol import ConnectionPool, Endpoint
+from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint
 from tests.support.swarm.prewarms import MIB, below, fill
 from tests.support.swarm.swarms import (
     KEY,
@@ -124,7 +124,10 @@ def test_a_node_cannot_put_what_does_not_print_into_an_error(store, nodes, tmp_p
 
 @pytest.mark.parametrize(
     ("module", "refuses"),
-    [("agent", "agent speaks version 6"), ("run_spec", "driver speaks version 5")],
+    [
+        ("agent", f"agent speaks version {VERSION + 1}"),
+        ("run_spec", f"driver speaks version {VERSION}"),
+    ],
 )
 def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     store, nodes, tmp_path, module, refuses
@@ -132,7 +135,7 @@ def test_a_driver_and_an_agent_of_different_versions_refuse_each_other(
     contents = fill(store, "versions")
     stop(nodes.pop())
     code = "import millrace.swarm.agent, millrace.swarm.run_spec, millrace.swarm.protocol as wire\n"
-    code += f"wire.VERSION = millrace.swarm.{module}.VERSION = 6\n"
+    code += f"wire.VERSION = millrace.swarm.{module}.VERSION = {VERSION + 1}\n"
     nodes.append(start_agent("later", tmp_path / "later", code=code))
     report = prewarm(make_settings(store, nodes, min_node_share=0.5, **below("versions")))
     assert [read_files(node.root) for node in nodes[:2]] == [contents] * 2

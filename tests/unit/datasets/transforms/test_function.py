@@ -1,10 +1,13 @@
 """Functions get plain values, and everything but samples is quarantined with a sentence."""
 
+import asyncio
 import io
 import json
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 
 import pytest
 import webdataset
@@ -16,7 +19,11 @@ from millrace.datasets.field_names import BadFieldError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sample import BadRow, LargeFile, Sample
 from millrace.datasets.transforms.fields import decode_fields, encode_fields, make_part_key
-from millrace.datasets.transforms.function import FunctionTransform
+from millrace.datasets.transforms.function import (
+    FunctionTransform,
+    load_from_bytes,
+    load_installed,
+)
 from tests.support.examples import scale_examples
 
 
@@ -190,8 +197,50 @@ def test_memory_that_runs_out_is_no_fault_of_the_sample():
     def clean(sample):
         raise MemoryError
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(errors.WorkerError, match="clean ran out of memory at the sample 00000-000"):
         transform(clean)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), asyncio.CancelledError()])
+def test_a_function_that_ends_its_process_is_quarantined(error):
+    def clean(sample):
+        raise error
+
+    (row,) = transform(clean)
+    assert row.reason.startswith(f"clean raised {type(error).__qualname__}") or (
+        row.reason == "clean raised asyncio.exceptions.CancelledError"
+    )
+
+
+class StopSignalError(BaseException):
+    """A handler of a signal ends the run."""
+
+
+def test_a_signal_within_a_function_ends_the_run(monkeypatch):
+    def stop(*_):
+        raise StopSignalError
+
+    def clean(sample):
+        signal.raise_signal(signal.SIGUSR1)
+        return sample
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(StopSignalError):
+            transform(clean)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(KeyboardInterrupt):
+        transform(lambda _: signal.raise_signal(signal.SIGINT))
+
+
+def test_code_that_exits_when_it_is_loaded_is_refused_with_a_sentence(tmp_path, monkeypatch):
+    with pytest.raises(errors.ConfigurationError, match=r"code\.py cannot be run: SystemExit: 3"):
+        load_from_bytes(b"import sys; sys.exit(3)", "clean", "code.py")
+    (tmp_path / "exiting_module.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(errors.ConfigurationError, match="cannot be imported: SystemExit"):
+        load_installed("exiting_module", "clean")
 
 
 @pytest.mark.parametrize(
@@ -255,3 +304,32 @@ print(FunctionTransform(clean, "clean", 3).apply([Sample("k", {"txt": b""}, 1)])
 def test_a_function_of_other_arguments_is_refused(function):
     with pytest.raises(errors.ConfigurationError, match="write `def clean"):
         FunctionTransform(function, "clean", 0)
+
+
+def test_what_code_prints_goes_to_stderr(capsys):
+    code = b"print('loaded')\ndef clean(sample):\n    print('called')\n    yield sample\n"
+    transform(load_from_bytes(code, "clean", "code.py"))
+    print("after")
+    assert capsys.readouterr() == ("after\n", "loaded\ncalled\n")
+
+
+def test_stdout_is_back_after_two_threads_that_end_in_another_order(capsys):
+    second_begun, first_ended = threading.Event(), threading.Event()
+
+    def wait_for_second(sample):
+        second_begun.wait()
+
+    def outlive_first(sample):
+        second_begun.set()
+        first_ended.wait()
+        print("second")
+
+    first = threading.Thread(target=transform, args=(wait_for_second,))
+    second = threading.Thread(target=transform, args=(outlive_first,))
+    first.start()
+    second.start()
+    first.join()
+    first_ended.set()
+    second.join()
+    print("after")
+    assert capsys.readouterr() == ("after\n", "second\n")

@@ -230,3 +230,55 @@ def test_a_tokenizer_is_read_from_a_store_and_from_a_web_server(files):
         assert committed.record["steps"] == expected["steps"][-1:]
         with pytest.raises(errors.MillraceError, match="private"):
             record_transforms([moved], KEYS, seed=0)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder of code that is on Python's path, with modules whose names are its own."""
+    name = f"project_{secrets.token_hex(4)}"
+    (tmp_path / f"{name}_helper.py").write_text(f"import {name}.deep\n")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("from .early import LIMIT\n")
+    (tmp_path / name / "early.py").write_text("LIMIT = 1\n")
+    (tmp_path / name / "deep.py").write_text("LIMIT = 1\n")
+    (tmp_path / name / "unused.py").write_text("")
+    (tmp_path / name / "code.py").write_text(f"from . import deep\nimport json\n{CODE}")
+    (tmp_path / "code.py").write_text(
+        f"{CODE}\ndef later():\n    import {name}_helper, json, numpy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return name
+
+
+@pytest.mark.parametrize(
+    ("function", "modules"),
+    [
+        ("./code.py:clean", ["{}", "{}.deep", "{}.early", "{}_helper"]),
+        ("{}.code:clean", ["{}", "{}.deep", "{}.early"]),
+    ],
+)
+def test_the_modules_that_a_function_imports_are_pinned(
+    project, function, modules, tmp_path, monkeypatch, store
+):
+    monkeypatch.chdir(tmp_path)
+    settings = [FunctionSettings(function=function.format(project))]
+    before = store_transforms(settings, store).record
+    assert [*before["steps"][0]["modules"]] == [name.format(project) for name in modules]
+    open_transforms(before, store)
+    (tmp_path / project / "deep.py").write_text("LIMIT = 2\n")
+    (change,) = list_transform_changes(before, describe(settings))
+    assert change.startswith(f"transforms.0.modules.{project}.deep (blake3:")
+    with pytest.raises(errors.ConfigurationError, match=f"{project}.deep, which a function of"):
+        open_transforms(before, store)
+    (tmp_path / project / "deep.py").unlink()
+    with pytest.raises(errors.ConfigurationError, match="has no file here"):
+        open_transforms(before, store)
+
+
+def test_code_that_imports_nothing_of_its_own_is_described_as_before(files):
+    (files / "clean.py").write_text(f"import json, numpy, orjson\n{CODE}")
+    settings = [FunctionSettings(function=f"{files / 'clean.py'}:clean")]
+    assert describe(settings)["steps"][0].keys() == {"kind", "function", "digest", "object"}
+    installed = describe([FunctionSettings(function="textwrap:dedent")])
+    assert installed["steps"][0].keys() == {"kind", "function", "digest"}

@@ -99,6 +99,22 @@ def test_other_values_at_the_same_indices_are_a_copy():
     assert {uid: one.earlier for uid, one in copies.items()} == {"w2": "w1"}
 
 
+def test_workers_that_change_few_values_are_no_copies_of_each_other():
+    changes = draw_changes(4, 3, ["large"])
+    generator = torch.Generator().manual_seed(4)
+    for tensors in changes.values():
+        tensors["large"][20:] = 0  # as a part of the model that is not trained
+        tensors["large"][:20][torch.rand(20, 100, generator=generator) < 0.98] = 0
+    gradients = make_gradients(changes)
+    gradients["copy"] = gradients["w0"]
+    workers = [*sorted(changes), "copy"]
+    overlaps = compute_overlaps(gradients, workers, CODEC)
+    assert overlaps[:3, :3].max() < 0.1
+    assert overlaps[0, 3] == 1.0
+    gradients["w1"] = make_gradients({"w1": {"large": torch.zeros(SHAPES["large"])}})["w1"]
+    assert not compute_overlaps(gradients, workers, CODEC)[1].any()
+
+
 def test_no_worker_has_no_overlap():
     assert compute_overlaps({}, [], CODEC).shape == (0, 0)
     assert find_copies(np.zeros((0, 0)), [], {}, 0.6) == {}

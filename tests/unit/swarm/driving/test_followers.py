@@ -7,7 +7,8 @@ from typing import Any
 from millrace.swarm.driving import followers
 from millrace.swarm.driving.followers import NodeFollowers
 from millrace.swarm.messages import NodeEvent, ReadRetried
-from tests.unit.swarm.driving.runs import SIZE, Run
+from millrace.swarm.protocol import HttpStatusError
+from tests.unit.swarm.driving.runs import SIZE, Run, make_member
 
 
 def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkeypatch):
@@ -50,3 +51,24 @@ def test_a_node_that_floods_the_driver_with_events_keeps_no_other_waiting(monkey
     assert [seen for seen in seen_by_others if seen < 3_000] == [500, 1_000, 1_500, 2_000, 2_500]
     assert [after for after, _ in asked] == [0, 3_000]
     assert asked[1][1] >= 10  # seconds for the thousand events above the burst
+
+
+def test_a_node_that_answers_late_and_refuses_is_lost_with_its_reason(monkeypatch):
+    """Its agent starts after the first request, and has another key."""
+    monkeypatch.setattr(followers, "_RETRY_INTERVAL", 0)
+    run = Run("a")
+    member = make_member("b")
+    run.state.members.add(member)
+    run.state.news.release()
+    answers = iter([ConnectionRefusedError("refused"), HttpStatusError(403, "another key")])
+
+    def identify(_: Any) -> Any:
+        raise next(answers)
+
+    client: Any = SimpleNamespace(identify=identify, answer_timeout=1.0)
+    follower = NodeFollowers(run.state, client, b"", [SIZE] * 2, on_event=print, list_void=tuple)
+    assert not follower._connect(member)
+    with run.state.news:
+        assert "another key" in run["b"].lost_reason
+        assert run.state.members.absent == {}
+        assert not run.state.members.has_awaited()

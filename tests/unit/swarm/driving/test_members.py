@@ -123,6 +123,15 @@ def test_agents_that_are_still_starting_are_not_lost():
     assert not quorum.can_start(31.0)
 
 
+def test_nodes_that_did_not_start_are_named_at_the_end():
+    run = Run("a")
+    quorum = Quorum(run.state.members, 0.5, 30.0, 0.0)
+    quorum.node_count = 3
+    quorum.check(31.0)
+    with pytest.raises(errors.WorkerError, match=r"\(2 did not start within 30 s, the `start_ti"):
+        quorum.check(31.0, is_last=True)
+
+
 def test_a_latecomer_is_waited_for_a_few_seconds():
     run = Run("a")
     quorum = Quorum(run.state.members, 0.5, 60.0, 0.0)

@@ -1,0 +1,60 @@
+"""Last signs of life of a rental, which limit the cost of machines that no listing shows."""
+
+from datetime import datetime, timedelta
+
+from millrace import errors
+from millrace.keys.rentals import MachineKeys, RentalKeys
+from millrace.lease import Holder, StoreClock
+from millrace.rentals.ledger import Attempt
+from millrace.storage import Store, exists, head
+
+
+class LifeSigns:
+    """Last heartbeats of a rental's machines and of their owner.
+
+    Create an instance before another owner overwrites the heartbeat of the last one.
+
+    Args:
+        store: Store of the ledger, and of the machines' reports.
+        keys: Keys of the rental.
+        clock: Clock of the store, which dates the heartbeats; by default it is read.
+    """
+
+    def __init__(self, store: Store, keys: RentalKeys, clock: StoreClock | None = None) -> None:
+        self._store, self._keys = store, keys
+        self._clock = clock or StoreClock.read(store, keys.scope, Holder.describe_this_process())
+        self._owner_age = self._measure_age(keys.owner)
+
+    def estimate_end(self, attempt: Attempt, now: datetime) -> datetime:
+        """Return when a machine that no listing shows has ended at the latest.
+
+        Its watchdog has destroyed it at its deadline, or `heartbeat_timeout` after the last
+        heartbeat of its owner. A machine that has sent heartbeats since ended as long after the
+        last one. A detached machine can outlive its owner, and its program. An attempt without a
+        contract has rented no machine.
+
+        Args:
+            attempt: Attempt that rented the machine.
+            now: Current time.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        if attempt.contract is None:
+            return attempt.intent.started_at
+        machine = MachineKeys(self._keys.make_machine_prefix(attempt.number))
+        age = self._measure_age(machine.heartbeat)
+        if attempt.is_detached:
+            age = None if exists(self._store, machine.program_exit) else age
+        elif self._owner_age is not None:
+            age = self._owner_age if age is None else min(age, self._owner_age)
+        if age is None:
+            return min(now, attempt.deadline)
+        return min(now, attempt.deadline, now - age + attempt.intent.heartbeat_timeout)
+
+    def _measure_age(self, key: str) -> timedelta | None:
+        """Return the time since an object was written; None if there is no object."""
+        try:
+            return self._clock.now() - head(self._store, key).last_modified
+        except errors.NotFoundError:
+            return None

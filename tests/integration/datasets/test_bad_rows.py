@@ -1,0 +1,221 @@
+"""A row that readers could not read makes no sample, and is kept with its reason and its place."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet as pq
+
+from millrace import PipelineSettings, errors, shard_dataset
+from millrace.datasets import plan_dataset
+from millrace.datasets.loader import ShardLoader
+from millrace.storage import list_objects, open_store, read
+
+
+def make_settings(
+    folder: Path, files: dict[str, bytes], source: dict[str, Any], **sharding: Any
+) -> PipelineSettings:
+    """Write the files of a source, and return the settings of a dataset of them."""
+    for name, body in files.items():
+        path = folder / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"url": (folder / "source").as_uri(), **source},
+            "store": {"url": (folder / "out").as_uri()},
+            "sharding": sharding,
+            "execution": {"workers": 0},
+        }
+    )
+
+
+def encode_lines(*rows: object) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def encode_table(table: pa.Table) -> bytes:
+    body = io.BytesIO()
+    pq.write_table(table, body)
+    return body.getvalue()
+
+
+def read_quarantine(settings: PipelineSettings) -> list[dict[str, str]]:
+    """Return the quarantined rows in the order of their places."""
+    store = open_store(settings.store)
+    keys = [stat.key for stat in list_objects(store, "d/quarantine/")]
+    rows = [json.loads(line) for key in keys for line in read(store, key).splitlines()]
+    return sorted(rows, key=lambda row: row["where"])
+
+
+@pytest.mark.parametrize("formats", [["webdataset"], ["parquet", "webdataset"]])
+def test_a_null_in_a_field_that_is_no_json_makes_no_sample(tmp_path, formats):
+    body = encode_lines({"t": "a", "j": None}, {"t": None, "j": 1}, {"t": "c", "j": {"k": None}})
+    columns = {"txt": "t", "json": "j"}
+    settings = make_settings(tmp_path, {"a.jsonl": body}, {"columns": columns}, formats=formats)
+    assert shard_dataset(settings).samples == 2
+    (row,) = read_quarantine(settings)
+    assert row == {
+        "where": "a.jsonl, byte 22",
+        "reason": "the column 't' is null",
+        "data": '{"t": null, "j": 1}',
+    }
+
+
+def test_the_type_of_a_field_decides_whether_a_line_may_have_a_null(tmp_path):
+    source = {"columns": {"txt": "t", "meta": "m"}}
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": encode_lines({"t": "a", "m": None}, {"t": "b", "m": [None]})},
+        source,
+        formats=["parquet"],
+        types={"meta": "json"},
+    )
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.quarantined) == (2, 0)
+
+
+@pytest.mark.parametrize(("field", "samples"), [("txt", 0), ("json", 3)])
+def test_a_column_of_nulls_alone_is_written_as_json_only(tmp_path, field, samples):
+    table = pa.table({"n": pa.nulls(3), "k": ["a", "b", "c"]})
+    source = {"kind": "parquet", "columns": {field: "n", "key.txt": "k"}}
+    settings = make_settings(tmp_path, {"a.parquet": encode_table(table)}, source)
+    execution = settings.execution.model_copy(update={"allow_empty": True})
+    report = shard_dataset(settings.model_copy(update={"execution": execution}))
+    assert report.samples == samples
+    reasons = {row["reason"] for row in read_quarantine(settings)}
+    assert reasons == (set() if samples else {"the column 'n' is null"})
+
+
+FORMATS = ["webdataset", "litdata", "mds", "parquet"]
+
+
+@pytest.mark.parametrize("formats", [[name] for name in FORMATS] + [["litdata", "webdataset"]])
+def test_a_text_that_is_no_json_in_a_field_of_json_makes_no_sample(tmp_path, formats):
+    body = encode_lines({"t": "hello"}, {"t": '{"a": 1}'}, {"t": {"b": 2}}, {"t": None})
+    settings = make_settings(
+        tmp_path, {"a.jsonl": body}, {"columns": {"json": "t"}}, formats=formats
+    )
+    assert shard_dataset(settings).samples == 3
+    (row,) = read_quarantine(settings)
+    assert row["reason"].startswith("the field 'json' is no JSON")
+    loaded = [sample["json"] for sample in ShardLoader((tmp_path / "out/d").as_uri())]
+    assert sorted(map(str, loaded)) == sorted(map(str, [{"a": 1}, {"b": 2}, None]))
+
+
+@pytest.mark.parametrize("formats", [["webdataset"], ["parquet"]])
+def test_a_broken_json_file_costs_itself(tmp_path, formats):
+    files = {f"{n}.json": b'{"n": %d}' % n for n in range(20)} | {"bad.json": b'{"n": '}
+    types = {} if formats == ["webdataset"] else {"json": "json"}
+    settings = make_settings(tmp_path, files, {"kind": "files"}, formats=formats, types=types)
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.quarantined) == (20, 1)
+    loaded = [sample["json"]["n"] for sample in ShardLoader((tmp_path / "out/d").as_uri())]
+    assert sorted(loaded) == [*range(20)]
+
+
+def test_what_python_reads_as_json_stays_in_a_shard_without_types(tmp_path):
+    files = {"a.json": b'{"score": NaN}', "b.json": b'{"text": "\\ud800"}', "c.json": b"no"}
+    settings = make_settings(tmp_path, files, {"kind": "files"})
+    assert shard_dataset(settings).samples == 2
+    (row,) = read_quarantine(settings)
+    assert row["reason"].startswith("the field 'json' is no JSON")
+
+
+@pytest.mark.parametrize("transform", ["function", "rename"])
+def test_json_that_a_transform_gives_is_checked_too(tmp_path, transform):
+    (tmp_path / "code.py").write_text("def wrap(s):\n    return {'json': s['txt'].encode()}\n")
+    steps = {
+        "function": {"function": f"{tmp_path}/code.py:wrap"},
+        "rename": {"kind": "rename", "fields": {"txt": "json"}},
+    }
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": encode_lines({"t": "[1]"}, {"t": "[1"})},
+        {"columns": {"txt": "t"}},
+        formats=["parquet"],
+        transforms=[steps[transform]],
+        types={"json": "json"},
+    )
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.quarantined) == (1, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_that_exits_costs_its_sample_and_not_the_run(tmp_path, workers):
+    code = "import sys\ndef f(s):\n    return s if s['txt'] != 'bad' else sys.exit(0)\n"
+    (tmp_path / "code.py").write_text(code)
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": encode_lines({"t": "a"}, {"t": "bad"}, {"t": "c"})},
+        {"columns": {"txt": "t"}},
+        transforms=[{"function": f"{tmp_path}/code.py:f"}],
+    )
+    execution = settings.execution.model_copy(update={"workers": workers})
+    report = shard_dataset(settings.model_copy(update={"execution": execution}))
+    assert (report.samples, report.manifest.quarantined) == (2, 1)
+    (row,) = read_quarantine(settings)
+    assert row["reason"] == "f raised SystemExit: 0"
+
+
+@pytest.mark.parametrize("formats", [["webdataset"], ["litdata"]])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_whose_rows_are_all_dropped_says_so(tmp_path, workers, formats):
+    settings = make_settings(
+        tmp_path,
+        {f"{n}.jsonl": encode_lines({"t": "a"}, {"t": "b"}) for n in range(2)},
+        {"columns": {"txt": "t"}},
+        formats=formats,
+        transforms=[{"kind": "filter", "field": "txt", "min_size": 5}],
+    )
+    execution = settings.execution.model_copy(update={"workers": workers})
+    settings = settings.model_copy(update={"execution": execution})
+    reason = r"no samples: the transforms dropped all 4 rows\. Correct the transforms under"
+    for _ in range(2):  # also by a later run, which reads no row
+        with pytest.raises(errors.QuarantineError, match=reason):
+            shard_dataset(settings)
+
+
+def test_a_source_without_rows_says_so_also_with_transforms(tmp_path):
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": b"\n"},
+        {"columns": {"txt": "t"}},
+        transforms=[{"kind": "filter", "field": "txt", "min_size": 5}],
+    )
+    with pytest.raises(
+        errors.QuarantineError, match=r"the source has no rows\. Correct the source"
+    ):
+        shard_dataset(settings)
+
+
+@pytest.mark.parametrize("columns", [None, {"txt": "t"}])
+def test_a_line_of_json_that_cannot_be_held_is_not_called_invalid(tmp_path, columns):
+    lines = [rb'{"t": "\ud800"}', rb'{"t": 1e400}', b'{"t": NaN}', b'{"t": '] * 2
+    source = {} if columns is None else {"columns": columns}
+    settings = make_settings(tmp_path, {"a.jsonl": b"\n".join([*lines, b'{"t": "a"}'])}, source)
+    assert shard_dataset(settings).samples == 1
+    assert {row["data"]: row["reason"] for row in read_quarantine(settings)} == {
+        r'{"t": "\ud800"}': "JSON that cannot be read back: no low surrogate in string",
+        '{"t": 1e400}': "JSON that cannot be read back: number is infinity when parsed as double",
+        '{"t": NaN}': "not valid JSON",
+        '{"t": ': "not valid JSON",
+    }
+
+
+def test_bytes_within_lists_are_refused_before_the_run(tmp_path):
+    table = pa.table({"a": [[b"x"]], "s": [{"bytes": b"x", "path": "p"}], "b": [b"x"]})
+    files = {"a.parquet": encode_table(table)}
+
+    def plan(columns):
+        return plan_dataset(make_settings(tmp_path, files, {"kind": "parquet", "columns": columns}))
+
+    with pytest.raises(errors.ConfigurationError, match="the column 'a' holds bytes in a, which"):
+        plan({"json": "a"})
+    with pytest.raises(errors.ConfigurationError, match=r"column 's' holds bytes in s\.bytes"):
+        plan({"json": "s"})
+    assert len(plan({"bin": "b", "jpg": "s.bytes", "txt": "s.path"}).partitions) == 1
