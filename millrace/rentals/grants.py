@@ -50,7 +50,7 @@ class GrantKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class MachineGrant:
     """Prefixes of a store that a machine may use.
 
     Attributes:
@@ -65,11 +65,13 @@ class Grant:
 
     @property
     def needs_token(self) -> bool:
-        """Whether the machine gets tokens that the owner renews."""
+        """True if the machine gets tokens that the owner renews."""
         return self.store.location.backend is Backend.GS
 
 
-def list_grants(store: Store, settings: RentalSettings, attempt: Attempt) -> dict[GrantKind, Grant]:
+def list_grants(
+    store: Store, settings: RentalSettings, attempt: Attempt
+) -> dict[GrantKind, MachineGrant]:
     """Return the locations that a machine may use.
 
     Args:
@@ -81,7 +83,7 @@ def list_grants(store: Store, settings: RentalSettings, attempt: Attempt) -> dic
         ConfigurationError: The source is a whole bucket, or cannot be opened.
     """
     machine = RentalKeys(settings.name).make_machine_prefix(attempt.number)
-    grants = {GrantKind.REPORTS: Grant(store, (machine,), Right.WRITE)}
+    grants = {GrantKind.REPORTS: MachineGrant(store, (machine,), Right.WRITE)}
     for kind, access in ((GrantKind.READ, Right.READ), (GrantKind.WRITE, Right.WRITE)):
         prefixes = tuple(
             expand_slot(grant.prefix, attempt.intent.slot, settings.machines)
@@ -89,7 +91,7 @@ def list_grants(store: Store, settings: RentalSettings, attempt: Attempt) -> dic
             if grant.access is access
         )
         if prefixes:
-            grants[kind] = Grant(store, prefixes, access)
+            grants[kind] = MachineGrant(store, prefixes, access)
     if settings.source is not None and _needs_credentials(settings.source):
         grants[GrantKind.SOURCE] = _make_source_grant(settings.source)
     return grants
@@ -99,7 +101,7 @@ def _needs_credentials(source: StoreSpec) -> bool:
     return source.credentials is not None or source.url.startswith("gs://")
 
 
-def _make_source_grant(source: StoreSpec) -> Grant:
+def _make_source_grant(source: StoreSpec) -> MachineGrant:
     """Return the grant of a rental's source that is in a bucket.
 
     Raises:
@@ -113,7 +115,7 @@ def _make_source_grant(source: StoreSpec) -> Grant:
             "prefix only: move the files below a prefix."
         )
     root = source.model_copy(update={"url": store.url.removesuffix(f"/{prefix}")})
-    return Grant(open_store(root, make_folder=False), (f"{prefix}/",), Right.READ)
+    return MachineGrant(open_store(root, make_folder=False), (f"{prefix}/",), Right.READ)
 
 
 def scope_grants(
@@ -146,7 +148,7 @@ def scope_grants(
     return scoped
 
 
-def _scope_store(grant: Grant, ttl: timedelta, role_arn: str | None) -> StoreSpec:
+def _scope_store(grant: MachineGrant, ttl: timedelta, role_arn: str | None) -> StoreSpec:
     """Return the store of a grant with credentials for its prefixes."""
     store, spec = grant.store, grant.store.spec
     if store.location.backend is Backend.FILE:
@@ -224,7 +226,7 @@ def publish_tokens(ledger: Store, settings: RentalSettings, attempts: Iterable[A
             put(ledger, keys.make_token_key(kind), seal_token(made[what], secret))
 
 
-def _make_token(grant: Grant) -> AccessToken:
+def _make_token(grant: MachineGrant) -> AccessToken:
     try:
         from millrace.storage.google_credentials import make_scoped_token  # noqa: PLC0415 - extra
     except ImportError:

@@ -58,7 +58,7 @@ class UnauthorizedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class BoundaryRule:
     """Rule of a Credential Access Boundary."""
 
     bucket: str
@@ -67,7 +67,7 @@ class Rule:
     listings: str
 
     @classmethod
-    def parse(cls, rule: dict[str, Any]) -> "Rule":
+    def parse(cls, rule: dict[str, Any]) -> "BoundaryRule":
         """Parse a rule. A condition of another form than Millrace's is refused."""
         bucket = rule["availableResource"].removeprefix(
             "//storage.googleapis.com/projects/_/buckets/"
@@ -93,7 +93,7 @@ class Rule:
 @dataclass(slots=True)
 class _Token:
     ends: float
-    rules: tuple[Rule, ...] | None  # None: all rights of the account
+    rules: tuple[BoundaryRule, ...] | None  # None: all rights of the account
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class GoogleAuthority:
 
     @property
     def is_asked(self) -> bool:
-        """Whether requests need a token."""
+        """True if requests need a token."""
         return bool(self._accounts)
 
     def configure(self, settings: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class GoogleAuthority:
             else:
                 source = self._find_token(form["subject_token"])
                 boundary = json.loads(unquote(form["options"]))["accessBoundary"]
-                rules = tuple(Rule.parse(one) for one in boundary["accessBoundaryRules"])
+                rules = tuple(BoundaryRule.parse(one) for one in boundary["accessBoundaryRules"])
                 ends = source.ends
         except UnauthorizedError as error:
             return web.json_response(
@@ -152,7 +152,7 @@ class GoogleAuthority:
         }  # fmt: skip
         return web.json_response(answer)
 
-    def find_rules(self, request: web.BaseRequest) -> tuple[Rule, ...] | None:
+    def find_rules(self, request: web.BaseRequest) -> tuple[BoundaryRule, ...] | None:
         """Return the rules that limit the caller; None if it has all rights of the account.
 
         Raises:

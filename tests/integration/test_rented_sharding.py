@@ -114,7 +114,6 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
     ("source", "said"),
     [
         ({"url": "file:///raw"}, "cannot read the source file:///raw: copy it into a bucket"),
-        ({"url": "gs://another/raw"}, "cannot read the source gs://another/raw: copy it"),
         ({"url": "s3://another/raw"}, "for s3://another/raw: write those of the source"),
         (
             {"url": "hf://datasets/one/two", "options": {"token": "hf_secret"}},

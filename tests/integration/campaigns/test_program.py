@@ -22,7 +22,7 @@ from tests.unit.campaigns.test_program import SETTINGS, rent
 def test_the_file_of_a_worker_has_no_secret(rgw: RGW) -> None:
     pair = make_credentials(rgw.full)
     store = StoreSpec(url="s3://bucket", endpoint=rgw.endpoint, credentials=pair)
-    text = render_worker_settings(SETTINGS, store, 2)
+    text = render_worker_settings(SETTINGS, store, store, 2)
     assert rgw.full.secret_access_key not in text
     assert rgw.full.access_key_id not in text
 

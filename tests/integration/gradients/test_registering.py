@@ -218,7 +218,7 @@ def test_a_worker_that_was_removed_while_it_was_busy_joins_again(folder, caplog)
         ]
         assert a.joined.wait(60)
         assert b.joined.wait(60)
-        settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), max_windows=50)
+        settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), max_windows=10_000)
         for link in aggregate_run(settings, progress=hear):
             links.append(link)
             if removed.is_set() and "b" in link.taken:

@@ -68,7 +68,7 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
         rental = rent(store).model_copy(update={"program": program})
         environment = receive_program(rental, tmp_path, make_attempt(slot=2))
     else:
-        path.write_text(render_worker_settings(shared, store, 2))
+        path.write_text(render_worker_settings(shared, store, store, 2))
     settings = load_settings(path, WorkerSettings, environment)
     assert settings.command == ("bash", "-c", "echo ${HOME} $${X} ${1} 2")
     assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
