@@ -254,7 +254,7 @@ def build_names():
     )
     machine = MachineKeys(rental.make_machine_prefix(1))
     yield from (machine.files, machine.setup, machine.heartbeat, machine.program_exit)
-    yield machine.make_log_key(1)
+    yield from (machine.make_log_key(1), machine.make_token_key("read"))
     yield from (make_cleaning_plan_key("20261124-ab"), make_cleaning_outcome_key("20261124-ab"))
     yield make_clock_probe_key("data/wiki", "h")
     yield from (make_write_probe_key("a", "b"), make_audit_probe_key("a", "b", "get"))
