@@ -198,10 +198,12 @@ class VastClient:
     def identify_account(self) -> str:
         """Return an identity of this account, equal for all of its keys.
 
-        For a key that may not read the account's number, the identity is the key's digest.
+        For a key that may not read the account's number, the identity is the key's digest. No
+        other failure has this result, since two processes would take one account for two.
 
         Raises:
             UnavailableError: The API does not answer.
+            ConfigurationError: The API refuses the request, whatever the key.
         """
 
         def send() -> int:
@@ -211,7 +213,7 @@ class VastClient:
         if not self._identity:
             try:
                 self._identity = f"user-{self._send_with_retries(RequestKind.USER, send)}"
-            except (errors.ConfigurationError, errors.DeniedError):
+            except errors.DeniedError:
                 self._identity = (
                     f"key-{get_hex(compute_digest(self._key.get_secret_value().encode()))[:16]}"
                 )

@@ -13,6 +13,8 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "not found": (404, {"success": False, "error": "not_found", "msg": "no such page"}),
     "no credit": (400, {"success": False, "error": "insufficient_credit", "msg": "add credit"}),
     "empty": (200, {}),
+    "forbidden": (403, {"success": False, "error": "forbidden", "msg": "the key lacks a right"}),
+    "retired": (410, {"success": False, "error": "deprecated_endpoint", "msg": "use another"}),
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
 LISTS: dict[str, Any] = {  # what a list of instances is answered with, with status 200

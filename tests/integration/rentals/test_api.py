@@ -199,6 +199,35 @@ def test_an_account_keeps_its_identity_after_an_answer_without_one(world: Reset)
     assert account.vast.identify_account() == "user-1"
 
 
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("error502", errors.UnavailableError),
+        ("cut", errors.UnavailableError),
+        ("text429", errors.UnavailableError),
+        ("retired", errors.ConfigurationError),
+    ],
+)
+def test_an_account_has_no_other_identity_after_an_outage(
+    world: Reset, fault: str, error: type[errors.MillraceError]
+) -> None:
+    account = world()
+    vast = account.vast
+    account.server.fail_next(1000, fault, "user")
+    with pytest.raises(error):
+        vast.identify_account()
+    account.server.ask("calm", {})
+    assert vast.identify_account() == "user-1"
+
+
+def test_an_account_whose_key_may_not_read_the_user_is_identified_by_the_key(world: Reset) -> None:
+    account = world()
+    account.server.fail_next(1000, "forbidden", "user")
+    assert account.vast.identify_account() == account.vast.identify_account()
+    assert account.vast.identify_account().startswith("key-")
+    assert account.key not in account.vast.identify_account()
+
+
 @pytest.mark.parametrize("rows", [0, 1], ids=["empty pages", "pages of machines"])
 def test_a_list_whose_pages_do_not_end_is_unreadable(world: Reset, rows: int) -> None:
     vast = world().vast
