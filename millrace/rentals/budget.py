@@ -6,11 +6,13 @@ from millrace.rentals.machines import Machine
 from millrace.rentals.offers import MAX_LIFETIME, Offer
 from millrace.rentals.settings import RentalSettings
 from millrace.rentals.state import RentalState
+from millrace.schemas.rental import MoneyLimits
 
 PRICE_TOLERANCE = 1.1
 """Multiple of the offered price above which a price counts as raised."""
 _TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have transferred
-_RELEASE_TIME = timedelta(minutes=2)  # time to release all machines, whose cost is reserved
+RELEASE_TIME = timedelta(minutes=2)
+"""Time to release all machines, whose cost is reserved."""
 _MAX_HOURS = MAX_LIFETIME / timedelta(hours=1)
 _MIN_PRICE = 1e-6  # dollars an hour, so that a free machine divides nothing by zero
 _ROUNDING = 1e-6  # dollars by which sums of costs may differ
@@ -28,6 +30,7 @@ class Budget:
 
     def __init__(self, settings: RentalSettings, *, is_detached: bool = False) -> None:
         self._settings, self._request = settings, settings.request
+        self._limits = settings.limits
         self._is_detached = is_detached
 
     def compute_deadline(self, offer: Offer, started_at: datetime, state: RentalState) -> datetime:
@@ -49,9 +52,7 @@ class Budget:
                 + self._request.upload * offer.upload_dollars_per_gb
             )
             money_left = self._request.max_total - state.compute_cost(started_at)
-            share = min(
-                self._settings.share, money_left / max(1, state.slot_count - len(state.done))
-            )
+            share = min(self._limits.share, money_left / max(1, state.slot_count - len(state.done)))
             affordable_hours = max(0.0, share - traffic) / max(offer.dollars_per_hour, _MIN_PRICE)
             lifetime = min(lifetime, timedelta(hours=min(affordable_hours, _MAX_HOURS)))
         return started_at + lifetime
@@ -99,7 +100,7 @@ class Budget:
 
         The cost until the next check, and during the release of all machines, counts as spent.
         """
-        reserved_time = self._settings.timeouts.poll_interval + _RELEASE_TIME
+        reserved_time = self._settings.timeouts.poll_interval + RELEASE_TIME
         reserved_cost = reserved_time / timedelta(hours=1) * state.dollars_per_hour
         cost = state.compute_cost(now)
         if cost + reserved_cost >= self._request.max_total:
@@ -124,50 +125,79 @@ class Budget:
     def check_price(self, machine: Machine, dollars_per_hour: float) -> str:
         """Return the reason why a machine's price is too high; empty if the price is accepted.
 
-        A host can raise its price between search and create, and later.
-
         Args:
             machine: Machine.
             dollars_per_hour: Current price of the machine.
         """
-        intent = machine.attempt.intent
-        message = (
-            f"the machine costs ${dollars_per_hour:.3f} an hour, and was offered for "
-            f"${intent.dollars_per_hour:.3f}"
-        )
-        if dollars_per_hour > self._request.max_hourly:
-            return message
-        lifetime_hours = (intent.deadline - intent.started_at) / timedelta(hours=1)
-        if (
-            self._is_detached
-            and dollars_per_hour > intent.dollars_per_hour * PRICE_TOLERANCE
-            and dollars_per_hour * lifetime_hours > self._settings.share
-        ):
-            return f"{message}: detached until its deadline, it would cost more than its share"
-        return ""
+        return check_price(machine, dollars_per_hour, self._limits, is_detached=self._is_detached)
 
     def check_traffic(self, machine: Machine, now: datetime) -> str:
         """Return the reason why a machine's reported traffic is refused; empty if it is accepted.
 
-        Traffic is refused if the network of the machine cannot have transferred as much, or if
-        the traffic of one of several machines has cost more than the machine's share.
+        Args:
+            machine: Machine.
+            now: Current time.
         """
-        heartbeat, attempt = machine.reports.heartbeat, machine.attempt
-        if heartbeat is None:
-            return ""
-        max_received, max_sent = attempt.compute_max_traffic(now)
-        if (
-            heartbeat.received > max_received + _TRAFFIC_ALLOWANCE
-            or heartbeat.sent > max_sent + _TRAFFIC_ALLOWANCE
-        ):
-            return (
-                f"the machine reports {heartbeat.received / 1e9:.0f} GB received and "
-                f"{heartbeat.sent / 1e9:.0f} GB sent, more than its network can transfer"
-            )
-        traffic_cost = _compute_traffic_cost(machine, now)
-        if self._settings.machines > 1 and traffic_cost > self._settings.share:
-            return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
+        return check_traffic(machine, now, self._limits)
+
+
+def check_price(
+    machine: Machine, dollars_per_hour: float, limits: MoneyLimits, *, is_detached: bool
+) -> str:
+    """Return the reason why a machine's price is too high; empty if the price is accepted.
+
+    A host can raise its price between search and create, and later.
+
+    Args:
+        machine: Machine.
+        dollars_per_hour: Current price of the machine.
+        limits: Limits of the rental.
+        is_detached: Whether the machine is, or will be, detached until its deadline.
+    """
+    intent = machine.attempt.intent
+    message = (
+        f"the machine costs ${dollars_per_hour:.3f} an hour, and was offered for "
+        f"${intent.dollars_per_hour:.3f}"
+    )
+    if dollars_per_hour > limits.max_hourly:
+        return message
+    lifetime_hours = (intent.deadline - intent.started_at) / timedelta(hours=1)
+    if (
+        is_detached
+        and dollars_per_hour > intent.dollars_per_hour * PRICE_TOLERANCE
+        and dollars_per_hour * lifetime_hours > limits.share
+    ):
+        return f"{message}: detached until its deadline, it would cost more than its share"
+    return ""
+
+
+def check_traffic(machine: Machine, now: datetime, limits: MoneyLimits) -> str:
+    """Return the reason why a machine's reported traffic is refused; empty if it is accepted.
+
+    Traffic is refused if the network of the machine cannot have transferred as much, or if the
+    traffic of one of several machines has cost more than the machine's share.
+
+    Args:
+        machine: Machine.
+        now: Current time.
+        limits: Limits of the rental.
+    """
+    heartbeat, attempt = machine.reports.heartbeat, machine.attempt
+    if heartbeat is None:
         return ""
+    max_received, max_sent = attempt.compute_max_traffic(now)
+    if (
+        heartbeat.received > max_received + _TRAFFIC_ALLOWANCE
+        or heartbeat.sent > max_sent + _TRAFFIC_ALLOWANCE
+    ):
+        return (
+            f"the machine reports {heartbeat.received / 1e9:.0f} GB received and "
+            f"{heartbeat.sent / 1e9:.0f} GB sent, more than its network can transfer"
+        )
+    traffic_cost = _compute_traffic_cost(machine, now)
+    if limits.machines > 1 and traffic_cost > limits.share:
+        return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
+    return ""
 
 
 def _compute_traffic_cost(machine: Machine, now: datetime) -> float:

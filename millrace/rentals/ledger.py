@@ -23,6 +23,7 @@ from millrace.schemas.rental import (
     DetachRecord,
     Installation,
     Intent,
+    MoneyLimits,
     PriceRaiseRecord,
     ReleaseRecord,
 )
@@ -58,8 +59,7 @@ class Attempt:
         contract: Record of the rented machine; None while its number is unknown.
         release_record: Record of the release; None before the release.
         is_detached: Whether the machine was detached, and runs without an owner.
-        detached_until: Deadline that the owner set when it detached the machine; None for that of
-            the intent.
+        detach_record: Record of a detached machine; None for other machines, or if it is damaged.
         raised_price: Highest recorded price in dollars an hour; 0 if none is above the intent's.
         next_price_number: Number of the next record of a raised price.
     """
@@ -69,9 +69,19 @@ class Attempt:
     contract: Contract | None = None
     release_record: ReleaseRecord | None = None
     is_detached: bool = False
-    detached_until: datetime | None = None
+    detach_record: DetachRecord | None = None
     raised_price: float = 0.0
     next_price_number: int = 0
+
+    @property
+    def detached_until(self) -> datetime | None:
+        """Deadline that the owner set when it detached the machine; None for the intent's."""
+        return self.detach_record.deadline if self.detach_record else None
+
+    @property
+    def limits(self) -> MoneyLimits | None:
+        """Limits of the cost of a detached machine; None if the owner has recorded none."""
+        return self.detach_record.limits if self.detach_record else None
 
     @property
     def deadline(self) -> datetime:
@@ -234,11 +244,6 @@ def _iterate_attempts(
         )
         if intent is None:
             continue
-        detach_record = (
-            _read_intact(store, keys.make_detached_key(number), DetachRecord)
-            if "detached" in parts
-            else None
-        )
         yield (
             rental,
             Attempt(
@@ -251,7 +256,9 @@ def _iterate_attempts(
                 if "released" in parts
                 else None,
                 "detached" in parts,
-                detach_record.deadline if detach_record else None,
+                _read_intact(store, keys.make_detached_key(number), DetachRecord)
+                if "detached" in parts
+                else None,
                 *_read_highest_price(store, keys, number, parts),
             ),
         )

@@ -1,7 +1,8 @@
 """Rented machines as their owner knows them, and decisions to release them."""
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from millrace.keys.rentals import MachineKeys, RentalKeys
@@ -10,6 +11,11 @@ from millrace.rentals.reports import MachineReports, read_heartbeat
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import Store
+
+_OUTSIDE_REASONS = {
+    ReleaseReason.REAPED,
+    ReleaseReason.UNNEEDED,
+}  # reasons that a process which is not the owner may record, too
 
 
 @dataclass(slots=True)
@@ -72,6 +78,50 @@ class Machine:
         )
 
 
+def make_machine(
+    store: Store, attempt: Attempt, now: float, *, max_traffic_cost: float = math.inf
+) -> Machine:
+    """Return the machine of an attempt, without reports yet.
+
+    Args:
+        store: Store of the ledger, and of the machine's reports.
+        attempt: Attempt that rented the machine.
+        now: Current time by `Clock.monotonic`.
+        max_traffic_cost: Dollars that its traffic counts as at most.
+    """
+    keys = MachineKeys(RentalKeys(attempt.intent.rental).make_machine_prefix(attempt.number))
+    return Machine(
+        attempt,
+        MachineReports(store, keys),
+        rented_at=now,
+        last_report_at=now,
+        max_traffic_cost=max_traffic_cost,
+    )
+
+
+def compute_recorded_cost(machine: Machine, max_hourly: float) -> float:
+    """Return the recorded cost of a released machine, with the limit of its traffic.
+
+    A process without the settings of the rental counts all traffic that the machine has reported.
+
+    Args:
+        machine: Machine whose attempt has a release record.
+        max_hourly: Highest price of the machine, in dollars an hour.
+    """
+    record = machine.attempt.release_record
+    assert record is not None
+    if record.reason not in _OUTSIDE_REASONS:
+        return record.cost
+    most = replace(machine.attempt, release_record=None).compute_cost(
+        record.released_at,
+        dollars_per_hour=max_hourly,
+        received_bytes=sys.maxsize,
+        sent_bytes=sys.maxsize,
+        max_traffic_cost=machine.max_traffic_cost,
+    )
+    return min(record.cost, most)
+
+
 def compute_unowned_cost(
     store: Store, attempt: Attempt, instance: Instance | None, end: datetime
 ) -> float:
@@ -95,6 +145,7 @@ def compute_unowned_cost(
         dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
         received_bytes=heartbeat.received if heartbeat else 0,
         sent_bytes=heartbeat.sent if heartbeat else 0,
+        max_traffic_cost=attempt.limits.max_traffic_cost if attempt.limits else math.inf,
     )
 
 

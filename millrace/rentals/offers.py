@@ -110,6 +110,7 @@ class OfferRequest(BaseModel):
     max_total: float = Field(
         title="Highest total cost in dollars",
         gt=0,
+        allow_inf_nan=False,
         description="Highest cost of all machines together, in dollars. All machines are released "
         "when they have cost as much.",
     )

@@ -1,5 +1,7 @@
 """Release machines of this installation that have no living owner, or have passed their deadline.
 
+Detached machines are also released when they cost more than their owner has allowed.
+
 Only machines with this installation's label are touched. If the list of machines cannot be read
 completely, the reaper fails and releases nothing. While the reaper releases the machines of a
 rental without an owner, it owns the rental, so that no next owner takes them over.
@@ -15,6 +17,7 @@ from millrace.lease import Census, Holder, StoreClock
 from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.clock import SystemClock
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.detached import DetachedBudget
 from millrace.rentals.labels import Label, is_ours
 from millrace.rentals.ledger import (
     Attempt,
@@ -102,6 +105,8 @@ def reap(
     progress: Progress = ignore_event,
 ) -> ReapResult:
     """Release the machines that have no living owner, or have passed their deadline.
+
+    Detached machines are also released when they cost more than their owner has allowed.
 
     Args:
         settings: Store of the ledger, and the account.
@@ -215,13 +220,19 @@ def _list_machines(
     attempts: list[tuple[str, Attempt]],
 ) -> list[MachineStatus]:
     installation, now = ensure_installation(store), _read_time(vast, owners)
+    budget = DetachedBudget(store, instances, owners.clock, now)
     labels = {
         attempt.instance_id: Label.parse(attempt.intent.label, installation)
         for _, attempt in attempts
     }  # users can change a label, but not a number
     return [
         _assess_machine(
-            store, one, labels.get(one.id) or Label.parse(one.label, installation), owners, now
+            store,
+            one,
+            labels.get(one.id) or Label.parse(one.label, installation),
+            owners,
+            budget,
+            now,
         )
         for one in instances
         if is_ours(one.label, installation) or one.id in labels
@@ -234,14 +245,18 @@ def _read_time(vast: VastClient, owners: _OwnerLookup) -> datetime:
 
 
 def _assess_machine(
-    store: Store, instance: Instance, label: Label | None, owners: _OwnerLookup, now: datetime
+    store: Store,
+    instance: Instance,
+    label: Label | None,
+    owners: _OwnerLookup,
+    budget: DetachedBudget,
+    now: datetime,
 ) -> MachineStatus:
     if label is None:
         return MachineStatus(instance, "", None, "", 0.0, "")  # listed, but never released
     owner = owners.find_owner(label.rental)
     # Read after the lease: an owner commits the record of a detached machine before it ends.
     attempt = find_attempt(store, label.rental, label.attempt)
-    is_detached = attempt is not None and attempt.is_detached
     if attempt is not None and attempt.instance_id not in {None, instance.id}:
         reason = f"the machine has the label of machine {attempt.instance_id}, but another number"
         cost = replace(attempt, release_record=None).compute_cost(
@@ -257,12 +272,14 @@ def _assess_machine(
         reason = (
             f"the machine was released before ({attempt.release_record.reason}), but still exists"
         )
-    elif not owner and is_detached and _has_program_ended(store, label):
-        reason = "the program has ended"
-    elif owner or is_detached:
+    elif owner:
         reason = ""
-    else:
+    elif attempt is None or not attempt.is_detached:
         reason = "the machine has no living owner"
+    elif _has_program_ended(store, label):
+        reason = "the program has ended"
+    else:
+        reason = budget.find_excess(label.rental, attempt, instance)
     cost = compute_unowned_cost(store, attempt, instance, now) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 

@@ -238,9 +238,10 @@ class Rental:
                 f"{until:%Y-%m-%d %H:%M}",
             )
         self._ownership.detach(until)
+        record = DetachRecord(since=now, deadline=until, limits=self.settings.limits)
         for machine in self.machines:
             key = self._context.keys.make_detached_key(machine.attempt.number)
-            commit_once(self._context.store, key, DetachRecord(since=now, deadline=until))
+            commit_once(self._context.store, key, record)
         with self._timer.expect_steps():
             self._releaser.release(self._give_up_unclaimed())
 

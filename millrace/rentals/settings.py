@@ -16,6 +16,7 @@ from pydantic import (
 
 from millrace.rentals.offers import OfferRequest
 from millrace.rentals.vast.api import VastClient
+from millrace.schemas.rental import MoneyLimits
 from millrace.settings import Duration
 from millrace.storage import Right, StoreSpec
 
@@ -273,9 +274,12 @@ class RentalSettings(MachineSettings):
         return cls(name=name, store=ledger.store, account=ledger.account, **dict(settings))
 
     @property
-    def share(self) -> float:
-        """Dollars that one machine may cost if all machines cost the same."""
-        return self.request.max_total / self.machines
+    def limits(self) -> MoneyLimits:
+        """Limits of what the machines may cost."""
+        request = self.request
+        return MoneyLimits(
+            max_hourly=request.max_hourly, max_total=request.max_total, machines=self.machines
+        )
 
     @property
     def ledger(self) -> LedgerSettings:

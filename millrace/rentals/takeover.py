@@ -1,16 +1,14 @@
 """Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
-from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.machines import Machine, ReleaseDecision, compute_recorded_cost
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReleaseReason, ReleaseRecord
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import delete
 
 _EXCLUDING_REASONS = {
@@ -18,10 +16,6 @@ _EXCLUDING_REASONS = {
     ReleaseReason.OUTBID,
     ReleaseReason.TOO_EXPENSIVE,
 }  # reasons after which a host is not rented again
-_OUTSIDE_REASONS = {
-    ReleaseReason.REAPED,
-    ReleaseReason.UNNEEDED,
-}  # reasons that a process which is not the owner may record, too
 
 
 def list_own_attempts(context: RentalContext) -> list[Attempt]:
@@ -97,26 +91,9 @@ def _add_released(state: RentalState, machine: Machine, max_hourly: float) -> No
     """Add a machine with a release record to the state of a rental."""
     record = machine.attempt.release_record
     assert record is not None
-    state.costs[machine.attempt.number] = _limit_cost(machine, record, max_hourly)
+    state.costs[machine.attempt.number] = compute_recorded_cost(machine, max_hourly)
     state.released[machine.attempt.number] = machine
     if record.reason is ReleaseReason.DONE:
         state.done[machine.slot] = machine
     elif record.reason in _EXCLUDING_REASONS:
         state.excluded_host_ids.add(machine.attempt.intent.machine_id)
-
-
-def _limit_cost(machine: Machine, record: ReleaseRecord, max_hourly: float) -> float:
-    """Return the recorded cost of a released machine, with the limit of its traffic.
-
-    A process without the settings of the rental counts all traffic that the machine has reported.
-    """
-    if record.reason not in _OUTSIDE_REASONS:
-        return record.cost
-    most = replace(machine.attempt, release_record=None).compute_cost(
-        record.released_at,
-        dollars_per_hour=max_hourly,
-        received_bytes=sys.maxsize,
-        sent_bytes=sys.maxsize,
-        max_traffic_cost=machine.max_traffic_cost,
-    )
-    return min(record.cost, most)

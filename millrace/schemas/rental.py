@@ -1,13 +1,45 @@
 """Records of rented machines: the intent to rent, the contract, its prices, and the release."""
 
+import math
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import ClassVar
 
 from pydantic import Field
 
-from millrace.records import Record
+from millrace.records import Record, RecordPart
 from millrace.settings import Duration
+
+_TRAFFIC_TOLERANCE = 1.1
+"""Multiple of a machine's share that its traffic counts as at most: it is released at its share."""
+
+
+class MoneyLimits(RecordPart):
+    """Limits of what the machines of a rental may cost.
+
+    Attributes:
+        max_hourly: Highest price of one machine, in dollars an hour.
+        max_total: Highest cost of all machines together, in dollars.
+        machines: Number of machines.
+    """
+
+    max_hourly: float = Field(gt=0, allow_inf_nan=False)
+    max_total: float = Field(gt=0, allow_inf_nan=False)
+    machines: int = Field(ge=1)
+
+    @property
+    def share(self) -> float:
+        """Dollars that one machine may cost if all machines cost the same."""
+        return self.max_total / self.machines
+
+    @property
+    def max_traffic_cost(self) -> float:
+        """Dollars that the traffic of a machine counts as at most, whatever it reports.
+
+        The traffic of one of several machines counts little more than its share of the money,
+        since the machine's own host reports it.
+        """
+        return math.inf if self.machines == 1 else _TRAFFIC_TOLERANCE * self.share
 
 
 class Installation(Record):
@@ -94,12 +126,14 @@ class DetachRecord(Record):
         since: Time at which the owner detached the machine.
         deadline: Time by which the machine has to be released, as the money of the rental is spent
             then; None for the deadline of the intent.
+        limits: Limits of the cost of the rental's machines; None in records of earlier versions.
     """
 
     record_kind: ClassVar[str] = "rental-detached"
 
     since: datetime
     deadline: datetime | None = None
+    limits: MoneyLimits | None = None
 
 
 class ReleaseReason(StrEnum):

@@ -6,13 +6,14 @@ import pytest
 
 from millrace import errors
 from millrace.keys.rentals import MachineKeys, RentalKeys
-from millrace.rentals import Rental, list_rentals, reap, release_rental
+from millrace.records import commit_once, fetch
+from millrace.rentals import MachineStatus, Rental, list_rentals, reap, release_rental
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import ensure_installation, list_attempts
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.reports import read_heartbeat
-from millrace.schemas.rental import ReleaseReason
-from millrace.storage import open_store, put
+from millrace.schemas.rental import DetachRecord, MoneyLimits, ReleaseReason
+from millrace.storage import delete, open_store, put
 from tests.support.rentals.account import Account_, Reset
 
 
@@ -66,6 +67,81 @@ def test_what_was_left_on_purpose_stays_until_its_time_is_over(world: Reset) -> 
     account.server.advance(2 * 3600)
     assert len(reap(account.make_ledger_settings(), vast=account.vast).released) == 1
     assert account.server.list_alive() == []
+
+
+def detach(account: Account_, machines: int = 1, **request: float) -> list[int]:
+    """Rent machines, and detach them; return their numbers."""
+    settings = account.make_settings(machines=machines, request=request)
+    with Rental(settings, vast=account.vast, detached=True) as rental:
+        rental.wait_until_ready()
+        return [one.instance.id for one in rental.machines if one.instance]
+
+
+def test_a_detached_machine_whose_price_exceeds_the_limit_is_released(world: Reset) -> None:
+    account = world()
+    first, second = detach(account, machines=2)
+    account.server.befall(first, "dearer")
+    account.server.advance(120)
+    done = reap(account.make_ledger_settings(), vast=account.vast)
+    (gone,) = done.released
+    assert gone.instance.id == first
+    assert "an hour, and was offered for $" in gone.release_reason
+    assert [one.instance.id for one in done.kept] == [second]
+    assert [one["id"] for one in account.server.list_alive()] == [second]
+
+
+def test_a_detached_machine_whose_traffic_costs_too_much_ends_no_other(world: Reset) -> None:
+    account = world(first="lying late")
+    detach(account, machines=2, max_total=8.0)
+    account.server.advance(900)
+    assert reap(account.make_ledger_settings(), vast=account.vast).released == ()
+    account.server.advance(3600)
+    done = reap(account.make_ledger_settings(), vast=account.vast)
+    (gone,) = done.released
+    assert gone.release_reason.endswith("more than its share")
+    assert gone.cost < 6.0
+    assert len(done.kept) == len(account.server.list_alive()) == 1
+
+
+def test_detached_machines_are_released_before_they_cost_more_than_all_may(world: Reset) -> None:
+    account = world()
+    (number,) = detach(account, max_hourly=20.0, max_total=50.0)
+    account.server.advance(600)
+    assert reap(account.make_ledger_settings(), vast=account.vast).released == ()
+    account.server.befall(number, "lying late")
+    gone: list[MachineStatus] = []
+    while not gone:
+        account.server.advance(900)
+        gone += reap(account.make_ledger_settings(), vast=account.vast).released
+    assert gone[0].release_reason.endswith("of $50.00 are spent")
+    assert account.server.list_alive() == []
+
+
+def test_detached_machines_at_their_price_stay_until_their_deadlines(world: Reset) -> None:
+    account = world(machines=30)
+    detach(account, machines=3, max_total=3.0)
+    attempts = list_attempts(open_store(account.store), "fleet")
+    end = min(one.deadline for one in attempts).timestamp()
+    assert {one.limits for one in attempts} == {
+        MoneyLimits(max_hourly=2.0, max_total=3.0, machines=3)
+    }
+    while account.server.read_time() + 900 < end:
+        account.server.advance(900)
+        assert reap(account.make_ledger_settings(), vast=account.vast).released == ()
+    assert len(account.server.list_alive()) == 3
+
+
+def test_a_detached_machine_without_recorded_limits_stays(world: Reset) -> None:
+    account = world()
+    (number,) = detach(account)
+    store, key = open_store(account.store), RentalKeys("fleet").make_detached_key(0)
+    since = fetch(store, key, DetachRecord).since
+    delete(store, [key])
+    commit_once(store, key, DetachRecord(since=since))  # as earlier versions wrote it
+    account.server.befall(number, "dearer")
+    account.server.advance(120)
+    (kept,) = reap(account.make_ledger_settings(), vast=account.vast).kept
+    assert kept.instance.id == number
 
 
 def test_nothing_that_is_not_ours_is_touched(world: Reset) -> None:

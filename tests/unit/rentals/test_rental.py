@@ -400,7 +400,7 @@ def test_the_reaper_records_the_cost_until_the_machine_is_gone(
 
 
 def test_the_reaper_keeps_the_price_of_a_detached_machine_that_is_lost_later(bench: Bench) -> None:
-    with bench.rent(detached=True, max_total=5.0) as rental:
+    with bench.rent(detached=True, max_total=40.0) as rental:
         rental.wait_until_ready()
     raise_price(bench, 1.5)
     settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
