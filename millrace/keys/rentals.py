@@ -26,6 +26,12 @@ _NESTED_KEY = re.compile(
 )
 INSTALLATION = f"{RENTALS}/installation.json"
 """Key of the name of this installation, which tells its machines from others of the account."""
+MAX_ATTEMPTS = 100_000
+"""Largest number of attempts of a rental. The first of the six digits of their numbers is 0."""
+_OWNER_FILE = "owner.txt"
+_CONFLICTING_PART = re.compile(
+    rf"^installation\.json(?![^/])|(?<=/)(?:0[0-9]{{5}}|{re.escape(_OWNER_FILE)})(?![^/])"
+)  # part of a rental's name that names an object, or a machine's folder, of another rental
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class RentalKeys:
     @property
     def owner(self) -> str:
         """Key of the owner's heartbeat, which machines read: overwritten while the owner lives."""
-        return f"{self.scope}/owner.txt"
+        return f"{self.scope}/{_OWNER_FILE}"
 
     @property
     def attempts(self) -> str:
@@ -154,6 +160,27 @@ class MachineKeys:
     def program_exit(self) -> str:
         """Key of the report on how the program ended."""
         return f"{self.prefix}ended.json"
+
+
+def check_rental_name(name: str) -> str:
+    """Return the name of a new rental, checked to share no folder with another rental.
+
+    A machine of the rental ``wiki/000000`` could write into the folder of the first machine of
+    ``wiki``. `RentalKeys` accepts such names, so that existing rentals can be released.
+
+    Args:
+        name: Name to check.
+
+    Raises:
+        ConfigurationError: The name is invalid, or a part of it is the name of an object.
+    """
+    RentalKeys(name)
+    if conflict := _CONFLICTING_PART.search(name):
+        raise ConfigurationError(
+            f"The rental's name {name!r} has the part {conflict[0]!r}, which is the name of an "
+            "object or a folder of other rentals: choose another name."
+        )
+    return name
 
 
 def split_nested_key(key: str) -> tuple[str, str]:

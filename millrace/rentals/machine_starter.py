@@ -4,6 +4,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from millrace import errors
+from millrace.keys.rentals import MAX_ATTEMPTS
 from millrace.records import commit_once
 from millrace.rentals.budget import Budget
 from millrace.rentals.clock import Clock
@@ -144,7 +145,8 @@ class MachineStarter:
         Raises:
             BudgetError: The money or the time is spent. All machines were released.
             HeldError: Another owner has taken over the rental.
-            MachineError: Too many machines of this slot did not start, or were lost.
+            MachineError: Too many machines of this slot did not start, or were lost; or the rental
+                has had `MAX_ATTEMPTS`.
             NotFoundError: No offer fits.
             UnavailableError: The API does not answer, or create requests pause.
         """
@@ -187,7 +189,16 @@ class MachineStarter:
         commit_once(self._context.store, key, contract)
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
-        """Take an offer; return whether there is a machine, or may be one."""
+        """Take an offer; return whether there is a machine, or may be one.
+
+        Raises:
+            MachineError: The rental has had `MAX_ATTEMPTS`.
+        """
+        if self._state.next_attempt >= MAX_ATTEMPTS:
+            raise errors.MachineError(
+                f"{self._context.settings.name} has had {MAX_ATTEMPTS:,} attempts to rent a "
+                "machine, and can have no more: continue under another name."
+            )
         self._context.progress(
             OfferTaken(
                 machine=f"{self._context.settings.name}/{slot}",

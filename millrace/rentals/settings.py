@@ -14,6 +14,8 @@ from pydantic import (
     model_validator,
 )
 
+from millrace.errors import ConfigurationError
+from millrace.keys.rentals import MAX_ATTEMPTS, check_rental_name
 from millrace.rentals.offers import OfferRequest
 from millrace.rentals.vast.api import VastClient
 from millrace.schemas.rental import MoneyLimits
@@ -183,6 +185,7 @@ class RentalTimeouts(BaseModel):
     max_attempts: int = Field(
         default=5,
         ge=1,
+        le=MAX_ATTEMPTS,
         description="Largest number of machines that are rented for a slot, one after another.",
     )
     retry_failed: bool = Field(
@@ -261,6 +264,14 @@ class RentalSettings(MachineSettings):
         "credentials for the prefix of its URL. Its options are sent as they are: whoever owns a "
         "machine can read them.",
     )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        try:
+            return check_rental_name(name)
+        except ConfigurationError as error:
+            raise ValueError(str(error).rstrip(".")) from error
 
     @classmethod
     def make(cls, name: str, ledger: LedgerSettings, settings: MachineSettings) -> Self:

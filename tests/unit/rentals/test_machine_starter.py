@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from millrace import errors
+from millrace.keys.rentals import MAX_ATTEMPTS
 from millrace.progress import Event
 from millrace.rentals import list_attempts, machine_starter
 from millrace.rentals.budget import Budget
@@ -70,6 +71,17 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, machines=2)
+
+
+def test_a_rental_has_no_attempt_with_the_number_of_another_rentals_folder(bench: Bench) -> None:
+    bench.state.costs[MAX_ATTEMPTS - 2] = 0.0
+    bench.starter.rent_machine(0)
+    (attempt,) = bench.list_attempts()
+    folder = bench.context.keys.make_machine_prefix(attempt.number)
+    assert folder == "_machines/fleet/099999/"
+    with pytest.raises(errors.MachineError, match=r"fleet has had 100,000 attempts .*another name"):
+        bench.starter.rent_machine(1)
+    assert len(bench.vast.creates) == 1
 
 
 def test_a_machine_is_rented_with_an_intent_and_a_contract(bench: Bench) -> None:

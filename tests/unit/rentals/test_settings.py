@@ -9,6 +9,7 @@ from pydantic import BaseModel, SecretStr
 
 from millrace.campaigns import TrainingOptions
 from millrace.errors import ConfigurationError
+from millrace.keys.rentals import RentalKeys
 from millrace.rentals import (
     LedgerSettings,
     MachineSettings,
@@ -39,6 +40,46 @@ def test_a_ledger_comes_back_from_json_with_its_secrets(tmp_path: Path) -> None:
     ledger = LedgerSettings(store=store, account=make_settings(tmp_path).account)
     assert "hidden" not in ledger.model_dump_json()
     assert LedgerSettings.model_validate(ledger.reveal_secrets()) == ledger
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fleet/000000",
+        "fleet/099999",
+        "fleet/000007/more",
+        "fleet/owner.txt",
+        "fleet/owner.txt/more",
+        "installation.json",
+        "installation.json/more",
+    ],
+)
+def test_a_rental_with_a_name_of_another_rentals_object_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    data = {**dict(make_settings(tmp_path)), "name": name}
+    with pytest.raises(ConfigurationError, match=r"name: .* of other rentals: choose another"):
+        validate_settings(RentalSettings, data, source="rent.yaml")
+    assert RentalKeys(name).name == name  # an existing one can be released
+
+
+@pytest.mark.parametrize(
+    "name", ["000000", "owner.txt", "fleet/202611", "fleet/0000", "fleet/x000000", "a/000000x"]
+)
+def test_a_rental_whose_name_no_object_of_another_has_is_accepted(
+    tmp_path: Path, name: str
+) -> None:
+    data = {**dict(make_settings(tmp_path)), "name": name}
+    assert validate_settings(RentalSettings, data, source="rent.yaml").name == name
+
+
+@pytest.mark.parametrize("name", ["", "/fleet", "a b", "fleet/attempts", "fleet/lease"])
+def test_a_rental_with_an_invalid_name_is_refused_in_its_settings(
+    tmp_path: Path, name: str
+) -> None:
+    data = {**dict(make_settings(tmp_path)), "name": name}
+    with pytest.raises(ConfigurationError, match=r"^rent.yaml: name: The rental's name .*[^.]\.$"):
+        validate_settings(RentalSettings, data, source="rent.yaml")
 
 
 @pytest.mark.parametrize(
