@@ -37,6 +37,7 @@ from millrace.storage import Store, create, exists, list_objects, open_store, pu
 
 _RETRY_TIMEOUT = timedelta(seconds=20)  # time in which one request is retried
 _STOP_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
+_MAX_CHUNKS_PER_HEARTBEAT = 20  # chunks of the log; an owner reads as many at each poll
 
 
 class GuestProgram:
@@ -111,9 +112,10 @@ class GuestProgram:
 
         signal.signal(signal.SIGTERM, handle_sigterm)
         while True:
-            self._send_heartbeat(output)
+            due = time.monotonic() + self._config.heartbeat_interval
+            self._send_heartbeat(output, due)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = program.wait(self._config.heartbeat_interval)
+                code = program.wait(max(0.0, due - time.monotonic()))
                 kill_descendants(excluded=spared)  # processes in sessions of their own
                 return code
 
@@ -124,23 +126,31 @@ class GuestProgram:
         continue. The deadline of the machine ends the tries.
         """
         while True:
-            while self._upload_log_chunk(output):
+            due = time.monotonic() + self._config.heartbeat_interval
+            while self._upload_log_chunk(output) and time.monotonic() < due:
                 pass
             is_log_complete = self._uploaded_bytes == os.fstat(output.fileno()).st_size
             if is_log_complete and self._send_message(self._keys.program_exit, report):
                 return
-            self._send_heartbeat(output)
-            time.sleep(self._config.heartbeat_interval)
+            self._send_heartbeat(output, due)
+            time.sleep(max(0.0, due - time.monotonic()))
 
-    def _send_heartbeat(self, output: IO[bytes]) -> None:
-        """Send a heartbeat and the new output."""
+    def _send_heartbeat(self, output: IO[bytes], due: float) -> None:
+        """Send a heartbeat, then new output: at least one chunk, and others until a time.
+
+        Args:
+            output: Output of the program.
+            due: Time of the next heartbeat, by the monotonic clock.
+        """
         received = sent = 0
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError, TypeError):
             received, sent = count_traffic(self._folder.parent / STATE_FILE)
         self._heartbeat_count += 1
         heartbeat = MachineHeartbeat(number=self._heartbeat_count, received=received, sent=sent)
         self._send_message(self._keys.heartbeat, heartbeat)
-        self._upload_log_chunk(output)
+        for _ in range(_MAX_CHUNKS_PER_HEARTBEAT):
+            if not self._upload_log_chunk(output) or time.monotonic() >= due:
+                return
 
     def _upload_log_chunk(self, output: IO[bytes]) -> bool:
         """Upload the next chunk of the log; return whether there may be more.

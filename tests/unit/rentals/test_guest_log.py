@@ -1,5 +1,6 @@
 """Reports of a rented machine are complete, also after outages and lost answers of the store."""
 
+import math
 import os
 from pathlib import Path
 
@@ -80,3 +81,35 @@ def test_an_exit_is_reported_after_an_outage_of_the_store(
     assert tries == ["beat.json", *["ended.json", "beat.json"] * 2, "ended.json"]
     (chunk,) = list_objects(store, "m/log/")
     assert read(store, chunk.key).startswith(b"no-program: ")
+
+
+def make_guest(folder: Path, **more: float) -> machine.GuestProgram:
+    spec = StoreSpec(url=(folder / "store").as_uri())
+    config = GuestConfig(store=spec, prefix="m/", command=("true",), **more)
+    return machine.GuestProgram(config, folder)
+
+
+@pytest.mark.parametrize(("due", "counts"), [(math.inf, [20, 25, 25]), (0.0, [1, 2, 3])])
+def test_a_heartbeat_brings_many_chunks_of_the_log_until_the_next_is_due(
+    tmp_path: Path, due: float, counts: list[int]
+) -> None:
+    guest = make_guest(tmp_path)
+    with (tmp_path / "output").open("w+b") as output:
+        output.write(b"x" * (24 * LOG_CHUNK_BYTES + 100))
+        output.flush()
+        for number, count in enumerate(counts, start=1):
+            guest._send_heartbeat(output, due)
+            heartbeat = MachineHeartbeat.model_validate_json(read(guest._store, "m/beat.json"))
+            assert heartbeat.number == number
+            assert len(list(list_objects(guest._store, "m/log/"))) == count
+
+
+def test_heartbeats_go_on_while_the_rest_of_a_long_log_is_uploaded(tmp_path: Path) -> None:
+    guest = make_guest(tmp_path, heartbeat_interval=1e-9)  # each is due after one chunk
+    with (tmp_path / "output").open("w+b") as output:
+        output.write(b"x" * (5 * LOG_CHUNK_BYTES))
+        output.flush()
+        guest._report_exit(ProgramExit(code=0), output)
+    assert len(list(list_objects(guest._store, "m/log/"))) == 5
+    assert MachineHeartbeat.model_validate_json(read(guest._store, "m/beat.json")).number == 2
+    assert ProgramExit.model_validate_json(read(guest._store, "m/ended.json")).code == 0
