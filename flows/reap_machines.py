@@ -20,6 +20,8 @@ def reap_machines(
 ) -> ReapResult | None:
     """Release machines that have no living owner, or have passed their deadline.
 
+    Detached machines are also released when they cost more than their owner has allowed.
+
     Only machines with this installation's label are touched. The flow fails if the list of machines
     cannot be read: an unreadable list is not an empty one.
 

@@ -149,6 +149,8 @@ def release(settings: Path, rental: str) -> CommandResult:
 def reap(settings: Path, *, dry_run: bool) -> CommandResult:
     r"""Release machines that have no living owner, or have passed their deadline.
 
+    Detached machines are also released when they cost more than their owner has allowed.
+
     Only machines with this installation's label are touched.
 
     \b
