@@ -10,7 +10,7 @@ _SLOW_READER = 3.0  # pace of a slow reader, over that of the fastest reader of 
 _SLOW_ZONE = 1.3  # pace of a slow zone, over that of the fastest zone
 _SLOW_MIN_TIMEOUT = 1.5  # seconds before another node also reads the piece of a slow reader
 _SLOW_LAST_TIMEOUT = 0.5  # the same, if no other piece waits for its first read
-_SLOW_READ = 3.0  # duration of a late read of a slow reader, over that of the fastest reader
+_SLOW_READ = 3.0  # duration of a late read of a slow reader, over that of the fastest read
 # Missing pieces of a node, beyond those of the fastest node, at which the node is behind. The unit
 # is the number of concurrent fetches of a node.
 _BEHIND = 2.0
@@ -35,6 +35,7 @@ class ReaderRanking:
         self._max_fetches, self._pieces = max_fetches, pieces
         self._durations = Durations()
         self._fastest = 0.0  # the lowest `NodePace.read_pace`
+        self._shortest = 0.0  # seconds of the shortest read; 0 before the first one
         self._slow_zones: set[str] = set()  # labelled zones with slow reads
         self._slow_readers: set[str] = set()  # nodes that are slow compared with their zone
         self._least_missing = pieces
@@ -86,6 +87,7 @@ class ReaderRanking:
             now: Time.
         """
         self._durations.note(size, seconds)
+        self._shortest = min(self._shortest or seconds, seconds)
         self.note_pace(node, max(unshared, 1e-6) / max(size, 1))
         if not self.is_slow(node):
             count = sum(not self.is_slow(other) for other in self._nodes.iterate_living())
@@ -113,6 +115,9 @@ class ReaderRanking:
     def compute_timeout(self, size: int, *, slow: bool, reads: int, last: bool) -> float:
         """Return the seconds after which a read is late.
 
+        The order, the connection and the first byte take time in each read, however few bytes
+        follow. So a read is not late before a multiple of the shortest read of any size.
+
         Args:
             size: Number of bytes.
             slow: Whether the reader is slow, so that all other nodes wait for it.
@@ -122,7 +127,7 @@ class ReaderRanking:
         allowed = self._durations.compute_timeout(size)
         if not slow or not self._fastest:
             return allowed
-        quick = self._fastest * size * reads
+        quick = max(self._fastest * size * reads, self._shortest)
         return min(
             allowed, max(_SLOW_LAST_TIMEOUT if last else _SLOW_MIN_TIMEOUT, _SLOW_READ * quick)
         )

@@ -14,7 +14,7 @@ from benchmarks.rig.store import Store
 from benchmarks.swarm_peers import spec
 from millrace.progress import Event
 from millrace.storage import StoreSpec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request
+from millrace.swarm import Host, Hosts, PrewarmReport, PrewarmSettings, Request
 from millrace.swarm.progress_events import PrewarmProgressed
 from tests.support.fork_server import ForkedProcess, get_fork_server
 
@@ -250,6 +250,24 @@ def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) ->
     if agents:
         values["nodes"] = Hosts(hosts=tuple(a.host for a in agents), key=SecretStr(KEY))
     return PrewarmSettings(**(values | more))
+
+
+def describe_transfers(report: PrewarmReport) -> str:
+    """Return what each node has read from the store and received, and the reasons in the report."""
+    lines = [
+        f"{node.name}: {node.from_store:,} bytes from the store, {node.from_peers:,} from nodes, "
+        f"{node.failures} failed fetches, {'trusted' if node.trusted else 'not trusted'}, "
+        f"ready after {node.seconds} s{node.reason and f', lost: {node.reason}'}"
+        for node in report.nodes
+    ]
+    lines += [
+        f"driver: {report.driver_bytes:,} bytes from the store",
+        f"unverified files, which need two reads: {report.unverified}",
+        f"reason for direct reads: {report.direct or 'none'}",
+        f"first orders after {report.startup:.3f} s; bytes on all nodes: {report.curve}",
+        "A further read without a failure, wrong bytes or a direct read is one of a late read.",
+    ]
+    return "\n".join(lines)
 
 
 def read_files(root: Path) -> dict[str, bytes]:
