@@ -32,7 +32,7 @@ from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
-from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys, check_step
 from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (
@@ -169,12 +169,14 @@ class Saver:
                 `PendingSave.wait_for_state` returns.
 
         Raises:
-            ConfigurationError: A value cannot be saved (the message has its path), or the position
-                or the notes are not JSON or larger than readers accept. Nothing was sent.
+            ConfigurationError: A value cannot be saved (the message has its path), the step is
+                negative or has more than 18 digits, or the position or the notes are not JSON or
+                larger than readers accept. Nothing was sent.
             MillraceError: The previous save failed, and nothing has raised its error yet.
         """
         began = time.monotonic()
         self._saves += 1  # before any error, so that the ranks have the same number
+        check_step(step)
         where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
         if self._under_way is not None:
             self._under_way.wait()

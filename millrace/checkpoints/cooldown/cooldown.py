@@ -26,6 +26,7 @@ from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.cooldown.rosters import obtain_roster
 from millrace.checkpoints.settings import CooldownSettings
+from millrace.keys.checkpoints import check_step
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.records import commit_once
@@ -69,7 +70,8 @@ def cool_down(
             `EpochEndedWithoutCheckpoint`.
 
     Raises:
-        ConfigurationError: The position or the notes are not JSON, or larger than readers accept.
+        ConfigurationError: The step is negative or has more than 18 digits, or the position or the
+            notes are not JSON or larger than readers accept.
         UnavailableError: The store does not answer at the beginning.
         DeniedError: The credentials may not write to the job.
     """
@@ -78,7 +80,7 @@ def cool_down(
         return EpochResult(CooldownOutcome.NO_DESTINATION, reason, None)
     draft = Checkpoint(
         job=membership.job,
-        step=content.parts[0].step,
+        step=check_step(content.parts[0].step),
         run=run,
         position=normalise_json(position, "position"),
         notes=normalise_json(notes, "notes"),

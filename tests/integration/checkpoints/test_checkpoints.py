@@ -675,6 +675,15 @@ def test_a_position_comes_back_as_it_was_given_or_is_refused_before_anything_is_
     assert parts_of(folder, 2) == []
 
 
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_step_that_no_listing_would_find_is_refused_before_anything_is_sent(folder, step):
+    with pytest.raises(errors.ConfigurationError, match=f"Step {step} .* from 0 to 9{{18}}"):
+        save(folder, step, state_of(1))
+    assert list(list_objects(folder)) == []
+    save(folder, 10**18 - 1, state_of(1))
+    assert list_steps(folder, KEYS.job) == [10**18 - 1]
+
+
 @pytest.fixture
 def full(tmp_path):
     """A folder on a disk of 256 KiB."""
