@@ -23,6 +23,7 @@ from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.contents import normalise_json
 from millrace.checkpoints.find import (
     check_content,
+    check_description,
     commit_checkpoint,
     find_missing_parts,
     find_newest,
@@ -299,18 +300,22 @@ class Saver:
             number: Number of the save.
 
         Raises:
-            ConflictError: The step has a checkpoint with another content.
+            ConflictError: The step has a checkpoint with another content, position or notes.
         """
         key = self._keys.make_metadata_key(share.step)
         if self._ranks is None:
             made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
-            return check_content(self._store.make_url(key), there, made.root)
-        within = self._settings.ranks_within
-        there = commit_together(self._store, self._ranks, share, number, within)
-        # The other ranks' shares are unknown here. The checkpoint is right if it has this share.
-        root = there.root if has_share(there, share) else ""
-        return check_content(self._store.make_url(key), there, root)
+            root = made.root
+        else:
+            within = self._settings.ranks_within
+            there = commit_together(self._store, self._ranks, share, number, within)
+            # The other ranks' shares are unknown here. The checkpoint is right if it has this one.
+            root = there.root if has_share(there, share) else ""
+        where = self._store.make_url(key)
+        check_content(where, there, root)
+        # The position and the notes of a checkpoint are those of the first rank.
+        return there if share.rank else check_description(where, there, share)
 
     def _list_stored(self, step: int) -> "_StoredFiles":
         """Return the files that an earlier save of this step uploaded, and the reusable ones."""

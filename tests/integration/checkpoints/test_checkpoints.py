@@ -197,6 +197,23 @@ def test_a_step_has_one_content(store):
     assert same(load(store, KEYS.job).state, state_of(1))
 
 
+@pytest.mark.parametrize(
+    ("other", "differing"),
+    [
+        ({"position": {"sample": 2}}, "in position:"),
+        ({"notes": {"loss": "2"}}, "in notes:"),
+        ({"position": {}, "notes": {}}, "in position and notes:"),
+    ],
+)
+def test_equal_tensors_with_another_position_or_other_notes_are_a_conflict(store, other, differing):
+    given = {"position": {"sample": 1}, "notes": {"loss": "1"}}
+    first = save(store, 3, state_of(1), run="one", **given)
+    assert save(store, 3, state_of(1), run="resumed", **given) == first
+    with pytest.raises(errors.ConflictError, match=differing):
+        save(store, 3, state_of(1), **given | other)
+    assert load(store, KEYS.job).checkpoint == first
+
+
 def test_files_whose_bytes_are_the_same_can_be_referred_to(store):
     state = state_of(1)
     settings = SMALL.model_copy(update={"refer": True})
