@@ -7,7 +7,9 @@ A save in place copies each file only for its upload, and its caller leaves the 
 next save of the step uses them.
 """
 
+import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,6 +48,7 @@ from millrace.storage import (
 )
 from millrace.threads import count_processors
 
+_log = logging.getLogger(__name__)
 _CORES_PER_EARLY_UPLOAD = 8
 
 OpenFile = Callable[[], AbstractContextManager[memoryview]]
@@ -53,7 +56,7 @@ OpenFile = Callable[[], AbstractContextManager[memoryview]]
 
 
 class PendingSave:
-    """Checkpoint that is being saved.
+    """Checkpoint that is being saved. An error that no call has raised is logged at the end.
 
     Attributes:
         step: Step of the checkpoint.
@@ -69,7 +72,9 @@ class PendingSave:
     ) -> None:
         self.step, self.held = step, held
         self._future, self._reads = future, tuple(reads)
-        self._asked = False
+        failures: list[str] = []  # without the error, whose traceback refers to this save
+        self._log_failures = weakref.finalize(self, _log_failures, step, failures)
+        future.add_done_callback(partial(_note_failure, failures))
 
     def done(self) -> bool:
         """Decide whether the save has ended, with or without success."""
@@ -88,7 +93,8 @@ class PendingSave:
         try:
             return self._future.result(timeout.total_seconds() if timeout else None)
         finally:
-            self._asked = self._future.done()
+            if self._future.done():
+                self._log_failures.detach()
 
     def wait_for_state(self) -> None:
         """Wait until the save no longer reads the state, whether it succeeds or not."""
@@ -97,9 +103,21 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the save has ended, and raise its error unless `result` has raised it."""
         error = self._future.exception()
-        if error is not None and not self._asked:
-            self._asked = True
+        if self._log_failures.detach() and error is not None:
             raise error
+
+
+def _note_failure(failures: list[str], future: "Future[Checkpoint]") -> None:
+    """Append the error of a save, if the save failed."""
+    error = future.exception()
+    if error is not None:
+        failures.append(errors.format_error(error))
+
+
+def _log_failures(step: int, failures: Sequence[str]) -> None:
+    """Log the errors of a save."""
+    for failure in failures:
+        _log.error("The checkpoint of step %d was not saved: %s", step, failure)
 
 
 class Saver:
@@ -246,8 +264,11 @@ class Saver:
         if error is None:
             self.close()
             return
-        with suppress(errors.MillraceError):  # the error of the block is more important
+        try:
             self.close()
+        except errors.MillraceError as failure:  # the error of the block is more important
+            assert self._under_way is not None
+            _log_failures(self._under_way.step, [errors.format_error(failure)])
 
     # -- in other threads
 

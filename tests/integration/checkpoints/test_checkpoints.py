@@ -1,8 +1,10 @@
 """Checkpoints saved, found, verified and loaded, on stores of every kind."""
 
+import gc
 import json
 import subprocess
 import threading
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -637,6 +639,47 @@ def test_a_save_that_fails_is_heard_of(tmp_path):
     saver.save(state_of(1), step=3).result()
     saver.close()
     assert load(folder, KEYS.job).checkpoint.step == 3
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    """A folder in which no checkpoint of the job can be saved."""
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    return open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=timedelta(seconds=0.1)))
+
+
+def test_an_error_that_no_call_has_raised_is_logged_once_when_the_save_is_dropped(blocked, caplog):
+    def save_and_drop(step: int, *, ask: bool) -> None:
+        dropped = threading.Event()
+        saver = Saver(blocked, KEYS.job, SMALL)
+        saving = saver.save(state_of(1), step=step)
+        saver._finisher.shutdown()  # so that the save has ended
+        weakref.finalize(saving, dropped.set)
+        if ask:
+            with pytest.raises(errors.MillraceError):
+                saver.save(state_of(1), step=step + 1)
+        del saver, saving
+        gc.collect()
+        assert dropped.is_set()
+
+    save_and_drop(7, ask=True)
+    assert caplog.messages == []
+    save_and_drop(9, ask=False)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("The checkpoint of step 9 was not saved: ")
+
+
+def test_an_error_behind_that_of_the_block_is_logged_once(blocked, caplog):
+    def fail() -> None:
+        with Saver(blocked, KEYS.job, SMALL) as saver:
+            saver.save(state_of(1), step=7)
+            raise KeyError("of the training")
+
+    with pytest.raises(KeyError, match="of the training"):
+        fail()
+    gc.collect()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("The checkpoint of step 7 was not saved: ")
 
 
 def test_names_of_jobs_that_cannot_be_are_refused():
