@@ -73,6 +73,15 @@ def test_an_invalid_argument_is_a_sentence(make: Make, options: dict[str, Any], 
         make(**options)
 
 
+def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make: Make) -> None:
+    """A tar has at least 1 KiB for each sample, so the buffer has a window of few samples."""
+    loaders = [make(format=name, buffer_bytes=8000) for name in ("mds", "webdataset")]
+    small, large = (loader.table.mean_size for loader in loaders)
+    assert small * sum(SIZES) < 8000 < large * sum(SIZES)
+    first, second = ([sample["__key__"] for sample in loader] for loader in loaders)
+    assert first == second
+
+
 def test_a_store_without_the_name_of_a_dataset_is_a_sentence(url: str) -> None:
     with pytest.raises(errors.ConfigurationError, match="names a store and no dataset"):
         ShardLoader(url)
