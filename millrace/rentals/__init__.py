@@ -7,9 +7,9 @@ from millrace.rentals.access_variables import (
     make_store_settings,
 )
 from millrace.rentals.clock import Clock, SystemClock
-from millrace.rentals.ledger import has_open_attempts, list_attempts
+from millrace.rentals.ledger import CostLimits, has_open_attempts, list_attempts
 from millrace.rentals.machine_environment import derive_node_key
-from millrace.rentals.machines import Machine
+from millrace.rentals.machines import Machine, compute_unowned_cost
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.outside_release import release_rental
 from millrace.rentals.owner_monitor import OwnerMonitor
@@ -35,6 +35,7 @@ __all__ = [
     "IDENTITY_PORT",
     "Clock",
     "CodeRepository",
+    "CostLimits",
     "Instance",
     "LedgerSettings",
     "Machine",
@@ -54,6 +55,7 @@ __all__ = [
     "VastAccount",
     "VastClient",
     "check_offer_id",
+    "compute_unowned_cost",
     "derive_node_key",
     "describe_granted",
     "find_offers",

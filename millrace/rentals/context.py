@@ -1,22 +1,18 @@
 """Settings of a rental, and the connections that its parts share."""
 
-import math
 from dataclasses import dataclass
 from datetime import datetime
 
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.progress import Progress
 from millrace.rentals.clock import Clock
-from millrace.rentals.ledger import Attempt, record_price
+from millrace.rentals.ledger import Attempt, CostLimits, record_price
 from millrace.rentals.machines import Machine
 from millrace.rentals.reports import MachineReports
 from millrace.rentals.settings import RentalSettings
 from millrace.rentals.vast.api import VastClient
 from millrace.rentals.vast.instances import Instance
 from millrace.storage import Store
-
-_TRAFFIC_TOLERANCE = 1.1
-"""Multiple of a machine's share that its traffic counts as at most: it is released at its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +48,15 @@ class RentalContext:
         return self.clock.now()
 
     def make_machine(self, attempt: Attempt) -> Machine:
-        """Return the machine of an attempt, without reports yet.
-
-        The traffic of one of several machines counts little more than its share of the money,
-        since the machine's own host reports it.
-        """
+        """Return the machine of an attempt, without reports yet."""
         keys = MachineKeys(self.keys.make_machine_prefix(attempt.number))
         now = self.clock.monotonic()
-        is_alone = self.settings.machines == 1
         return Machine(
             attempt,
             MachineReports(self.store, keys),
             rented_at=now,
             last_report_at=now,
-            max_traffic_cost=math.inf if is_alone else _TRAFFIC_TOLERANCE * self.settings.share,
+            limits=CostLimits.make(self.settings.request, self.settings.machines),
         )
 
     def update_instance(self, machine: Machine, instance: Instance | None) -> None:

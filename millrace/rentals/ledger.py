@@ -3,10 +3,11 @@
 import logging
 import math
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from millrace import errors
 from millrace.keys.rentals import (
@@ -17,6 +18,7 @@ from millrace.keys.rentals import (
     parse_price_number,
 )
 from millrace.records import Record, commit_once, fetch
+from millrace.rentals.offers import OfferRequest
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import (
     Contract,
@@ -24,6 +26,7 @@ from millrace.schemas.rental import (
     Installation,
     Intent,
     PriceRaiseRecord,
+    ReleaseReason,
     ReleaseRecord,
 )
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -34,6 +37,41 @@ _log = logging.getLogger(__name__)
 
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
 _SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
+_TRAFFIC_TOLERANCE = 1.1  # multiple of a machine's share, at which a machine is released
+_OUTSIDE_REASONS = {
+    ReleaseReason.REAPED,
+    ReleaseReason.UNNEEDED,
+}  # reasons that a process without the settings of the rental may record, too
+
+
+@dataclass(frozen=True, slots=True)
+class CostLimits:
+    """Limits of the cost of a rental's machine, whatever its host reports.
+
+    Attributes:
+        max_hourly: Highest price in dollars an hour.
+        max_traffic_cost: Dollars that its traffic counts as at most.
+    """
+
+    max_hourly: float = math.inf
+    max_traffic_cost: float = math.inf
+
+    @classmethod
+    def make(cls, request: OfferRequest, machines: int) -> Self:
+        """Return the limits of a rental's machines.
+
+        The traffic of one of several machines counts little more than its share of the money.
+
+        Args:
+            request: Requirements of each machine.
+            machines: Number of machines.
+        """
+        share = request.max_total / machines
+        return cls(request.max_hourly, math.inf if machines == 1 else _TRAFFIC_TOLERANCE * share)
+
+
+NO_LIMITS = CostLimits()
+"""Limits of a rental whose settings are unknown."""
 
 
 def ensure_installation(store: Store) -> str:
@@ -95,9 +133,12 @@ class Attempt:
         dollars_per_hour: float = 0.0,
         received_bytes: int = 0,
         sent_bytes: int = 0,
-        max_traffic_cost: float = math.inf,
+        limits: CostLimits = NO_LIMITS,
     ) -> float:
         """Compute the dollars that the machine has cost: until its release, or until now.
+
+        A process without the settings of the rental records the cost of a release with all traffic
+        that the machine has reported. The limits hold for such a record, too.
 
         Args:
             now: Current time.
@@ -105,10 +146,20 @@ class Attempt:
                 known price counts if it is higher, for the whole time.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
-            max_traffic_cost: Dollars that its traffic counts as at most.
+            limits: Limits by the settings of the rental.
         """
-        if self.release_record is not None:
-            return self.release_record.cost
+        record = self.release_record
+        if record is not None:
+            if record.reason not in _OUTSIDE_REASONS or limits == NO_LIMITS:
+                return record.cost
+            most = replace(self, release_record=None).compute_cost(
+                record.released_at,
+                dollars_per_hour=limits.max_hourly,
+                received_bytes=sys.maxsize,
+                sent_bytes=sys.maxsize,
+                limits=limits,
+            )
+            return min(record.cost, most)
         hours = max(timedelta(0), now - self.intent.started_at) / timedelta(hours=1)
         down, up = self.compute_max_traffic(now)
         traffic = (
@@ -116,7 +167,7 @@ class Attempt:
             + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
         price = max(self.dollars_per_hour, dollars_per_hour)
-        return hours * price + min(traffic / 1e9, max_traffic_cost)
+        return hours * price + min(traffic / 1e9, limits.max_traffic_cost)
 
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
         """Return the most bytes that the machine can have received, and sent, since its rental."""

@@ -1,11 +1,10 @@
 """Rented machines as their owner knows them, and decisions to release them."""
 
-import math
 from dataclasses import dataclass
 from datetime import datetime
 
 from millrace.keys.rentals import MachineKeys, RentalKeys
-from millrace.rentals.ledger import Attempt
+from millrace.rentals.ledger import NO_LIMITS, Attempt, CostLimits
 from millrace.rentals.reports import MachineReports, read_heartbeat
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
@@ -21,7 +20,7 @@ class Machine:
         reports: Reports of the machine.
         rented_at: Time by `Clock.monotonic` when the machine was rented, or taken over.
         last_report_at: Time by `Clock.monotonic` of the last report.
-        max_traffic_cost: Dollars that its traffic counts as at most, whatever it reports.
+        limits: Limits of the cost, whatever it reports.
         instance: Description in the last listing; None before the first listing.
         is_ready: Whether the program runs.
         reported_price: Raised price that was last reported, in dollars an hour.
@@ -32,7 +31,7 @@ class Machine:
     reports: MachineReports
     rented_at: float
     last_report_at: float
-    max_traffic_cost: float = math.inf
+    limits: CostLimits = NO_LIMITS
     instance: Instance | None = None
     is_ready: bool = False
     reported_price: float = 0.0
@@ -68,26 +67,34 @@ class Machine:
             dollars_per_hour=self.dollars_per_hour,
             received_bytes=received,
             sent_bytes=sent,
-            max_traffic_cost=self.max_traffic_cost,
+            limits=self.limits,
         )
 
 
 def compute_unowned_cost(
-    store: Store, attempt: Attempt, instance: Instance | None, end: datetime
+    store: Store,
+    attempt: Attempt,
+    instance: Instance | None,
+    end: datetime,
+    limits: CostLimits = NO_LIMITS,
 ) -> float:
-    """Compute the dollars that a machine without an owner has cost, with its reported traffic.
+    """Compute the dollars that a machine of the ledger has cost, with its reported traffic.
+
+    The owner of the machine computes the same from its memory: `Machine.compute_cost`.
 
     Args:
         store: Store of the ledger, and of the machine's reports.
         attempt: Attempt that rented the machine.
         instance: Description in a listing; None if no listing shows the machine.
         end: Current time; the time of `LifeSigns.estimate_end` if no listing shows the machine.
+        limits: Limits by the settings of the rental, if they are known.
 
     Raises:
         UnavailableError: The store does not answer.
     """
     intent, heartbeat = attempt.intent, None
-    if intent.download_dollars_per_gb or intent.upload_dollars_per_gb:
+    is_running = attempt.release_record is None
+    if is_running and (intent.download_dollars_per_gb or intent.upload_dollars_per_gb):
         prefix = RentalKeys(intent.rental).make_machine_prefix(attempt.number)
         heartbeat = read_heartbeat(store, MachineKeys(prefix))
     return attempt.compute_cost(
@@ -95,6 +102,7 @@ def compute_unowned_cost(
         dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
         received_bytes=heartbeat.received if heartbeat else 0,
         sent_bytes=heartbeat.sent if heartbeat else 0,
+        limits=limits,
     )
 
 

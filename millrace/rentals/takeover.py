@@ -1,8 +1,6 @@
 """Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
@@ -10,7 +8,7 @@ from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReleaseReason, ReleaseRecord
+from millrace.schemas.rental import ReleaseReason
 from millrace.storage import delete
 
 _EXCLUDING_REASONS = {
@@ -18,10 +16,6 @@ _EXCLUDING_REASONS = {
     ReleaseReason.OUTBID,
     ReleaseReason.TOO_EXPENSIVE,
 }  # reasons after which a host is not rented again
-_OUTSIDE_REASONS = {
-    ReleaseReason.REAPED,
-    ReleaseReason.UNNEEDED,
-}  # reasons that a process which is not the owner may record, too
 
 
 def list_own_attempts(context: RentalContext) -> list[Attempt]:
@@ -65,7 +59,7 @@ def take_over_machines(
     for attempt in sorted(attempts, key=lambda one: one.contract is None):
         machine = context.make_machine(attempt)
         if attempt.release_record is not None:
-            _add_released(state, machine, context.settings.request.max_hourly)
+            _add_released(state, machine)
             continue
         state.costs[attempt.number] = 0.0
         instance = attempt.find_instance(instances)
@@ -93,30 +87,13 @@ def delete_detach_records(context: RentalContext, attempts: Sequence[Attempt]) -
         delete(context.store, keys)
 
 
-def _add_released(state: RentalState, machine: Machine, max_hourly: float) -> None:
+def _add_released(state: RentalState, machine: Machine) -> None:
     """Add a machine with a release record to the state of a rental."""
     record = machine.attempt.release_record
     assert record is not None
-    state.costs[machine.attempt.number] = _limit_cost(machine, record, max_hourly)
+    state.costs[machine.attempt.number] = machine.compute_cost(record.released_at)
     state.released[machine.attempt.number] = machine
     if record.reason is ReleaseReason.DONE:
         state.done[machine.slot] = machine
     elif record.reason in _EXCLUDING_REASONS:
         state.excluded_host_ids.add(machine.attempt.intent.machine_id)
-
-
-def _limit_cost(machine: Machine, record: ReleaseRecord, max_hourly: float) -> float:
-    """Return the recorded cost of a released machine, with the limit of its traffic.
-
-    A process without the settings of the rental counts all traffic that the machine has reported.
-    """
-    if record.reason not in _OUTSIDE_REASONS:
-        return record.cost
-    most = replace(machine.attempt, release_record=None).compute_cost(
-        record.released_at,
-        dollars_per_hour=max_hourly,
-        received_bytes=sys.maxsize,
-        sent_bytes=sys.maxsize,
-        max_traffic_cost=machine.max_traffic_cost,
-    )
-    return min(record.cost, most)
