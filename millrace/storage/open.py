@@ -30,9 +30,10 @@ READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Control characters, which no key has."""
 _ENVIRONMENT = "env://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")  # characters with a meaning in a URL
 _MOST_FOREIGN_REQUESTS = 8  # at once to one foreign store
 _memory: dict[str, MemoryStore] = {}
@@ -272,7 +273,7 @@ def _check_path(path: str, url: str) -> None:
         ConfigurationError: No prefix of keys can be like this.
     """
     is_relative = not {".", ".."}.isdisjoint(path.split("/"))
-    if "//" in path or is_relative or _CONTROL.search(path):
+    if "//" in path or is_relative or CONTROL.search(path):
         raise ConfigurationError(
             f"{url!r} has two slashes in a row, a relative segment or a control character behind "
             "the bucket. Correct the URL: a prefix is folder names with one slash between them."
