@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from millrace.environment import drop_empty_variables, read_variable
 from millrace.errors import ConfigurationError, NotFoundError, format_error
+from millrace.formatting import clean_text
 from millrace.settings import Duration
 from millrace.storage.forks import are_folders_lost, is_client_lost, note_opened
 from millrace.storage.google_tokens import TokenReader, TokenSource
@@ -417,7 +418,8 @@ def open_store(
 
     Raises:
         NotFoundError: There is no such folder, and ``make_folder`` is false.
-        ConfigurationError: The URL names no store, or the settings do not fit it.
+        ConfigurationError: The URL names no store, or the settings do not fit it. Or the folder
+            cannot be made or opened.
     """
     if isinstance(url, StoreSpec):
         spec = url
@@ -554,11 +556,20 @@ def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
 
 def _open_folder(location: Location, *, make: bool) -> LocalStore:
     folder = Path(location.bucket)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"{folder} is a file: write the URL of a folder.")
-    if not (make or folder.exists()):
-        raise NotFoundError(f"There is no folder {folder}. Correct the URL.")
-    return LocalStore(folder, mkdir=make)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigurationError(f"{folder} is a file: write the URL of a folder.")
+        if not (make or folder.exists()):
+            raise NotFoundError(f"There is no folder {folder}. Correct the URL.")
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        return LocalStore(folder)
+    except (OSError, ValueError) as error:  # also of a NUL byte in the path
+        why = getattr(error, "strerror", None) or format_error(error)
+        raise ConfigurationError(
+            f"The folder {clean_text(str(folder))} cannot be {'made' if make else 'opened'} "
+            f"({why}). Correct the URL, or the permissions of the folders above it."
+        ) from error
 
 
 def _make_retry_configs(retry_timeout: timedelta) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from millrace.cleanup import CleanupSettings
 from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
+from millrace.digest import dump_canonical_json
 from millrace.gradients import AggregatorSettings
 from millrace.settings import (
     Duration,
@@ -313,6 +314,14 @@ def test_a_size_setting_keeps_its_limits():
         SaveSettings(part_bytes="1KB")
     with pytest.raises(ValidationError, match="less than or equal to 1073741824"):
         ShardingSettings(shard_bytes="1.1GiB")
+
+
+def test_a_seed_is_an_integer_that_the_plan_of_a_dataset_can_have():
+    for seed in (-(1 << 63), (1 << 64) - 1):
+        dump_canonical_json(ShardingSettings(seed=seed).model_dump(mode="json"))
+    for seed in (-(1 << 63) - 1, 1 << 64):
+        with pytest.raises(ValidationError, match="seed"):
+            ShardingSettings(seed=seed)
 
 
 def test_a_form_takes_a_size_as_text_or_number():

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from millrace.datasets.sample import Row, Sample
+from millrace.datasets.sample import Row, Sample, explain_result
 from millrace.datasets.transforms.base import make_bad_row
 from millrace.datasets.transforms.fields import (
     KEY,
@@ -119,10 +119,7 @@ class FunctionTransform:
 
     def _make_row(self, sample: Sample, made: object, number: int | None) -> Row:
         if not isinstance(made, Mapping):
-            kind = "None" if made is None else f"a {type(made).__name__}"
-            where = "" if number is None else f" in place {number} of its results"
-            reason = f"{self._name} returned {kind}{where}: return a dict, a list of dicts or None"
-            return make_bad_row(sample, reason)
+            return make_bad_row(sample, explain_result(self._name, made, number))
         values = cast("Mapping[Any, Any]", made)
         if values.get(KEY, sample.key) != sample.key:
             reason = f"{self._name} changed {KEY}, which is made by Millrace: leave it as it is"

@@ -287,6 +287,16 @@ def test_a_step_that_no_listing_would_find_ends_no_epoch(folder, members, step) 
     assert list(list_objects(folder, KEYS.prefix)) == []
 
 
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_that_no_roster_can_have_is_refused(folder, members, seed) -> None:
+    membership = members(folder, ["a"]).memberships["a"]
+    with (
+        EpochSaver(membership, QUICK) as saver,
+        pytest.raises(errors.ConfigurationError, match=f"The seed {seed} .* from 0 to"),
+    ):
+        saver.end(state_of(0), epoch=0, step=5, seed=seed)
+
+
 def test_nowhere_to_save_to_is_no_success(folder) -> None:
     with EpochSaver(None) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)
