@@ -191,9 +191,9 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     account = settings.store.account_id or os.environ.get("R2_ACCOUNT_ID")
     location = Location.parse(settings.store.url, account_id=account)
     url = str(location)
-    unchecked = [
-        "Whether the credentials may write there is not checked, since a plan writes nothing."
-    ]
+    unchecked = (
+        "Whether the credentials may write there is not checked, since a plan writes nothing.",
+    )
     refusals: list[str] = []
     state = ""
     try:
@@ -211,12 +211,10 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
             state = "new: the run makes the folder"
         else:
             refusals.append(str(error))
-    except (errors.ConflictError, errors.ChangedError, errors.ConfigurationError) as error:
-        refusals.append(str(error))
     except errors.UnavailableError as error:
         refusals.append(f"{url} does not answer: {errors.format_error(error)}")
-    except errors.MillraceError as error:
-        unchecked.append(f"The location cannot be read: {errors.format_error(error)}")
+    except errors.MillraceError as error:  # the run meets the same error
+        refusals.append(str(error))
     if settings.execution.ray:
         try:
             cluster.check_reachable(settings.execution.ray)
@@ -226,7 +224,7 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     found = Preflight(
         url=where,
         state=state,
-        unchecked=tuple(unchecked),
+        unchecked=unchecked,
         refusals=tuple(refusals),
         largest_sample=partitioned.largest_sample,
         notes=partitioned.notes,
