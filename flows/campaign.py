@@ -118,4 +118,6 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
                 prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor
-    release_machines(*rental)  # the exit of the supervisor has released all; this run reports it
+    # The exit of the supervisor has released all, unless Vast.ai did not answer.
+    with tolerate(Exception, f"If a machine stays, run `millrace machine release {name}`"):
+        release_machines(*rental)

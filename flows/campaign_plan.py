@@ -20,6 +20,7 @@ from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
 from millrace.rented_sharding import make_rental_name
+from millrace.schemas.rental import MoneyLimits
 from millrace.storage import Right
 from tasks.locations import (
     BucketLocation,
@@ -182,10 +183,17 @@ class CampaignPlan(_PlanModel):
         training = None
         if self.training is not None and dataset is not None:
             training = Training(self.name, dataset, self.training, read_store, write_store)
-        sharding_rental = self.sharding_rental[0] if self.sharding_rental else None
+        rentals: dict[str, MoneyLimits] = {}
+        machines = self.training.machines if self.training else None
+        if self.training is not None and isinstance(machines, RentedWorkerSettings):
+            rentals[self.name] = machines.request.make_limits(self.training.workers)
+        if self.data is not None and self.data.machines is not None:
+            machines = self.data.machines
+            limits = machines.request.make_limits(machines.machines)
+            rentals[make_rental_name(self.data.dataset)] = limits
         return Campaign(
             self.name, read_store, write_store, dataset, training, self.cleaning_rules,
-            sharding_rental,
+            rentals,
         )  # fmt: skip
 
     def find_initial_weights(self) -> InitialWeights:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
-_PART = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|h|d|w)")
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d|w)\s*")
 _MAX_DURATION_LENGTH = 100  # characters: the search takes quadratic time in a run of digits
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}  # seconds
 
@@ -53,7 +53,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_duration(value: Any) -> Any:
-    """Parse a duration such as `90s`, `20m`, `1h30m`, `7d` or `1w`.
+    """Parse a duration such as `90s`, `20m`, `1h30m`, `1h 30m`, `7d` or `1w`.
 
     Returns:
         The duration. A `timedelta` and text of ISO 8601 (`PT20M`) are returned unchanged, for
@@ -68,14 +68,14 @@ def parse_duration(value: Any) -> Any:
     if len(text) > _MAX_DURATION_LENGTH:
         raise ValueError(f"a text of {len(text):,} characters is no duration: write 90s or 20m")
     parts = list(_PART.finditer(text))
-    if not parts or "".join(part[0] for part in parts) != text.replace("  ", " "):
+    if not parts or "".join(part[0] for part in parts) != text:
         bare = re.fullmatch(r"[-+]?[\d.]+", text)
         why = "has no unit" if bare else "is no duration"
         example = text.lstrip("+-") if bare else "90"
         raise ValueError(
             f"{text!r} {why}: write {example}s, {example}m, {example}h or {example}d (seconds, "
-            "minutes, hours, days; 1w is a week, PT20M is ISO 8601). Small letters, and no spaces "
-            "between several parts: 1h30m"
+            "minutes, hours, days; 1w is a week, PT20M is ISO 8601), or several such parts: 1h30m. "
+            "Small letters only"
         )
     try:
         seconds = sum(Fraction(part[1]) * _UNITS[part[2]] for part in parts)

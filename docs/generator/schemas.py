@@ -11,7 +11,7 @@ from pydantic_core import core_schema
 from millrace.settings_values import make_plain
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_DURATION = r"^(\s*\d+(\.\d+)?\s?(s|m|h|d|w))+\s*$|^[-+]?[Pp]"
+_DURATION = r"^\s*(\d+(\.\d+)?\s*(s|m|h|d|w)\s*)+$|^[-+]?[Pp]"
 _VARIABLE = {
     "type": "string",
     "pattern": r"\$\{",

@@ -1,6 +1,6 @@
 """A campaign and its training, which make the settings of each stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.rentals import LedgerSettings, RentalSettings
+from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 
 _PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
@@ -161,7 +162,7 @@ class Campaign:
         dataset: Path of the dataset below the store; None without one.
         training: Training; None without one.
         cleaning_rules: Rules for the cleaning at the end; None for the default.
-        sharding_rental: Name of the rental whose machines shard the dataset; None without one.
+        rentals: Limits of the costs of the campaign's rentals, by their names.
         started_at: Time by `monotonic` when this process began to lead the campaign.
     """
 
@@ -171,7 +172,7 @@ class Campaign:
     dataset: str | None = None
     training: Training | None = None
     cleaning_rules: Sequence[Rule] | None = None
-    sharding_rental: str | None = None
+    rentals: Mapping[str, MoneyLimits] = field(default_factory=dict[str, MoneyLimits])
     started_at: float = field(default_factory=monotonic)
 
     @property

@@ -14,7 +14,7 @@ from millrace.cleanup import CleanupPlan, CleanupResult
 from millrace.gradients import ChainLink
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
-from millrace.rentals import list_attempts
+from millrace.rentals import compute_unowned_cost, list_attempts
 from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, exists, open_store
 
@@ -80,12 +80,13 @@ def summarize_campaign(
     if campaign.training is not None:
         found = _add_training(found, store, campaign.training)
     now = datetime.now(UTC)
-    names = [name for name in (campaign.name, campaign.sharding_rental) if name]
-    attempts = (one for name in names for one in list_attempts(store, name))
-    rented = [one for one in attempts if one.contract is not None]
-    return replace(
-        found, machines=len(rented), dollars=sum(one.compute_cost(now) for one in rented)
-    )
+    costs = [
+        compute_unowned_cost(store, one, None, now, campaign.rentals.get(name))
+        for name in {campaign.name, *campaign.rentals}
+        for one in list_attempts(store, name)
+        if one.contract is not None
+    ]
+    return replace(found, machines=len(costs), dollars=sum(costs))
 
 
 def _add_training(found: CampaignSummary, store: Store, training: Training) -> CampaignSummary:

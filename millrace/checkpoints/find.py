@@ -14,8 +14,8 @@ from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CHECKPOINTS, EPOCH_FOLDERS, CheckpointKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import Commit, commit_once, decode_record, fetch
-from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, TensorRecord
+from millrace.records import Commit, commit_once, decode_record, fetch, list_differences
+from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, RankShare, TensorRecord
 from millrace.storage import (
     Store,
     copy,
@@ -84,6 +84,22 @@ def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
     """
     key = CheckpointKeys(job).make_metadata_key(step)
     return check_metadata(store.make_url(key), fetch(store, key, Checkpoint), job, step)
+
+
+def find_checkpoint(store: Store, job: str, step: int) -> Checkpoint | None:
+    """Return the metadata of a step's checkpoint; None if a save of the step commits its own.
+
+    Damaged metadata counts as none, since a save moves it away.
+
+    Raises:
+        VersionError: Another version of Millrace wrote the metadata of this step.
+    """
+    try:
+        return read_checkpoint(store, job, step)
+    except errors.VersionError:
+        raise
+    except (errors.NotFoundError, errors.CorruptError):
+        return None
 
 
 def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
@@ -158,6 +174,27 @@ def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
         raise errors.ConflictError(
             f"{where} is a checkpoint of the same step with another content: give this job another "
             "name, or resume from that one."
+        )
+    return there
+
+
+def check_description(where: str, there: Checkpoint, share: RankShare) -> Checkpoint:
+    """Return the committed checkpoint of a step, if its position and notes are the expected ones.
+
+    Args:
+        where: URL of the metadata, for error messages.
+        there: Committed checkpoint.
+        share: Share of the first rank, with the expected position and notes.
+
+    Raises:
+        ConflictError: The committed checkpoint has another position or other notes.
+    """
+    wanted = {"position", "notes"}
+    found = [name for name in list_differences(share, there) if name in wanted]
+    if found:
+        raise errors.ConflictError(
+            f"{where} is a checkpoint of the same step with the same tensors, and differs in "
+            f"{' and '.join(found)}: save under another step, or give this job another name."
         )
     return there
 

@@ -218,11 +218,12 @@ def open_foreign_files(place: str | StoreSpec | HubSpec) -> tuple[ForeignFiles, 
     spec = place if isinstance(place, StoreSpec) else StoreSpec(url=place)
     if spec.url.startswith(("/", "~", "file:")):
         return _open_local(Path(Location.parse(spec.url).bucket))
-    name = ""
-    if spec.url.endswith(_FILE_SUFFIXES):
-        url, _, name = spec.url.rpartition("/")
-        spec = spec.model_copy(update={"url": url})
-    return StoredForeignFiles(open_store(spec, make_folder=False)), name
+    store = open_store(spec, make_folder=False)
+    name = store.location.prefix.rpartition("/")[2]  # without the escapes of the URL
+    if not name.endswith(_FILE_SUFFIXES):
+        return StoredForeignFiles(store), ""
+    folder = spec.model_copy(update={"url": spec.url.rstrip("/").rpartition("/")[0]})
+    return StoredForeignFiles(open_store(folder, make_folder=False)), name
 
 
 def _open_local(path: Path) -> tuple[ForeignFiles, str]:

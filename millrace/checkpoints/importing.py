@@ -17,6 +17,7 @@ import orjson
 import torch
 
 from millrace import errors
+from millrace.checkpoints.find import find_checkpoint
 from millrace.checkpoints.foreign_files import (
     TORCH_SUFFIXES,
     ForeignFiles,
@@ -30,7 +31,7 @@ from millrace.checkpoints.settings import SaveSettings
 from millrace.hub.spec import HubSpec
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Store, StoreSpec, delete, exists
+from millrace.storage import Store, StoreSpec, delete
 from millrace.temporary_folders import make_temporary_folder
 from millrace.torchfile import (
     STATE_DICTS,
@@ -122,14 +123,14 @@ def import_checkpoint(
         step = selected.step if step is None else step
         only_file = f"/{selected.keys[0]}" if len(selected.keys) == 1 else ""
         metadata = CheckpointKeys(job).make_metadata_key(step)
-        is_new = not exists(store, metadata)  # another one has the same content, or is a conflict
+        there = find_checkpoint(store, job, step)  # with the same content, or a conflict
+        position = there.position if there else None
+        notes = there.notes if there else {"imported from": files.url + only_file}
         with Saver(store, job, settings, progress=progress) as saver:
-            saving = saver.save(
-                state, step=step, notes={"imported from": files.url + only_file}, in_place=True
-            )
+            saving = saver.save(state, step=step, position=position, notes=notes, in_place=True)
             checkpoint = saving.result()
         for path, version in versions.items():
-            if is_new and _find_version(path) != version:
+            if there is None and _find_version(path) != version:
                 delete(store, [metadata])
                 raise errors.ChangedError(
                     f"{path} was written while it was imported, so step {step} of {job} was "

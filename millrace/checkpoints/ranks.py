@@ -18,8 +18,8 @@ from millrace import errors
 from millrace.checkpoints.find import (
     commit_checkpoint,
     compute_root,
+    find_checkpoint,
     find_missing_parts,
-    read_checkpoint,
 )
 from millrace.checkpoints.tensor_shards import is_covered_once
 from millrace.checkpoints.tree import parse_own_name
@@ -101,7 +101,7 @@ def commit_together(
     deadline = time.monotonic() + within.total_seconds()
     made = _merge_if_complete(store, ranks, share, number)
     while made is None:
-        there = _find_committed(store, share)
+        there = find_checkpoint(store, share.job, share.step)  # another rank has committed
         if there is not None:
             return there
         if time.monotonic() > deadline:
@@ -117,18 +117,6 @@ def commit_together(
         else:
             time.sleep(_POLL_INTERVAL)
     return commit_checkpoint(store, made).record
-
-
-def _find_committed(store: Store, share: RankShare) -> Checkpoint | None:
-    """Return the checkpoint of the step, if another rank has committed it."""
-    try:
-        return read_checkpoint(store, share.job, share.step)
-    except errors.NotFoundError:
-        return None
-    except errors.VersionError:
-        raise
-    except errors.CorruptError:
-        return None  # of an earlier save: the rank that commits moves it away
 
 
 def has_share(checkpoint: Checkpoint, share: RankShare) -> bool:

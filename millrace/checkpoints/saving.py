@@ -7,7 +7,9 @@ A save in place copies each file only for its upload, and its caller leaves the 
 next save of the step uses them.
 """
 
+import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +25,7 @@ from millrace.checkpoints.block_digests import put_block_list
 from millrace.checkpoints.contents import normalise_json
 from millrace.checkpoints.find import (
     check_content,
+    check_description,
     commit_checkpoint,
     find_missing_parts,
     find_newest,
@@ -32,7 +35,7 @@ from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
-from millrace.keys.checkpoints import CheckpointKeys
+from millrace.keys.checkpoints import CheckpointKeys, check_step
 from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.schemas.checkpoint import Checkpoint, Part, RankShare
 from millrace.storage import (
@@ -45,6 +48,7 @@ from millrace.storage import (
 )
 from millrace.threads import count_processors
 
+_log = logging.getLogger(__name__)
 _CORES_PER_EARLY_UPLOAD = 8
 
 OpenFile = Callable[[], AbstractContextManager[memoryview]]
@@ -52,7 +56,7 @@ OpenFile = Callable[[], AbstractContextManager[memoryview]]
 
 
 class PendingSave:
-    """Checkpoint that is being saved.
+    """Checkpoint that is being saved. An error that no call has raised is logged at the end.
 
     Attributes:
         step: Step of the checkpoint.
@@ -68,7 +72,9 @@ class PendingSave:
     ) -> None:
         self.step, self.held = step, held
         self._future, self._reads = future, tuple(reads)
-        self._asked = False
+        failures: list[str] = []  # without the error, whose traceback refers to this save
+        self._log_failures = weakref.finalize(self, _log_failures, step, failures)
+        future.add_done_callback(partial(_note_failure, failures))
 
     def done(self) -> bool:
         """Decide whether the save has ended, with or without success."""
@@ -87,7 +93,8 @@ class PendingSave:
         try:
             return self._future.result(timeout.total_seconds() if timeout else None)
         finally:
-            self._asked = self._future.done()
+            if self._future.done():
+                self._log_failures.detach()
 
     def wait_for_state(self) -> None:
         """Wait until the save no longer reads the state, whether it succeeds or not."""
@@ -96,9 +103,21 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the save has ended, and raise its error unless `result` has raised it."""
         error = self._future.exception()
-        if error is not None and not self._asked:
-            self._asked = True
+        if self._log_failures.detach() and error is not None:
             raise error
+
+
+def _note_failure(failures: list[str], future: "Future[Checkpoint]") -> None:
+    """Append the error of a save, if the save failed."""
+    error = future.exception()
+    if error is not None:
+        failures.append(errors.format_error(error))
+
+
+def _log_failures(step: int, failures: Sequence[str]) -> None:
+    """Log the errors of a save."""
+    for failure in failures:
+        _log.error("The checkpoint of step %d was not saved: %s", step, failure)
 
 
 class Saver:
@@ -169,12 +188,14 @@ class Saver:
                 `PendingSave.wait_for_state` returns.
 
         Raises:
-            ConfigurationError: A value cannot be saved (the message has its path), or the position
-                or the notes are not JSON or larger than readers accept. Nothing was sent.
+            ConfigurationError: A value cannot be saved (the message has its path), the step is
+                negative or has more than 18 digits, or the position or the notes are not JSON or
+                larger than readers accept. Nothing was sent.
             MillraceError: The previous save failed, and nothing has raised its error yet.
         """
         began = time.monotonic()
         self._saves += 1  # before any error, so that the ranks have the same number
+        check_step(step)
         where, said = normalise_json(position, "position"), normalise_json(notes, "notes")
         if self._under_way is not None:
             self._under_way.wait()
@@ -243,8 +264,11 @@ class Saver:
         if error is None:
             self.close()
             return
-        with suppress(errors.MillraceError):  # the error of the block is more important
+        try:
             self.close()
+        except errors.MillraceError as failure:  # the error of the block is more important
+            assert self._under_way is not None
+            _log_failures(self._under_way.step, [errors.format_error(failure)])
 
     # -- in other threads
 
@@ -297,18 +321,22 @@ class Saver:
             number: Number of the save.
 
         Raises:
-            ConflictError: The step has a checkpoint with another content.
+            ConflictError: The step has a checkpoint with another content, position or notes.
         """
         key = self._keys.make_metadata_key(share.step)
         if self._ranks is None:
             made = merge_shares([share])
             there = commit_checkpoint(self._store, made).record
-            return check_content(self._store.make_url(key), there, made.root)
-        within = self._settings.ranks_within
-        there = commit_together(self._store, self._ranks, share, number, within)
-        # The other ranks' shares are unknown here. The checkpoint is right if it has this share.
-        root = there.root if has_share(there, share) else ""
-        return check_content(self._store.make_url(key), there, root)
+            root = made.root
+        else:
+            within = self._settings.ranks_within
+            there = commit_together(self._store, self._ranks, share, number, within)
+            # The other ranks' shares are unknown here. The checkpoint is right if it has this one.
+            root = there.root if has_share(there, share) else ""
+        where = self._store.make_url(key)
+        check_content(where, there, root)
+        # The position and the notes of a checkpoint are those of the first rank.
+        return there if share.rank else check_description(where, there, share)
 
     def _list_stored(self, step: int) -> "_StoredFiles":
         """Return the files that an earlier save of this step uploaded, and the reusable ones."""

@@ -1,6 +1,5 @@
 """Copy single objects into another store, each with a proof that the copy is right."""
 
-import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +33,7 @@ from millrace.storage.etags import (
 )
 from millrace.storage.folders import check_file_key, write_file
 from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
+from millrace.storage.object_keys import find_segment_fault
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, copy_with_signature
 from millrace.storage.write import PART_SIZE, Writer
@@ -49,7 +49,6 @@ _MAX_PART_IN_MEMORY = 64 << 20  # bytes of a part that this process sends
 _MIB = 1 << 20
 _MAX_LARGE = 4  # large objects that are copied at once
 _MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SOURCE_ETAG = "millrace-source-etag"
 """Metadata of a copy whose ETag differs from that of its source, with the latter."""
 _ATTRIBUTES = {
@@ -137,10 +136,10 @@ class ObjectCopier:
         """
         if self._destination.is_s3_compatible:
             return
-        if _is_odd(key):
+        if fault := find_segment_fault(key):
             raise errors.ConfigurationError(
-                f"{self._destination.url} cannot have the key {key!r}, which has an empty or a "
-                "relative segment, or a control character. Leave it out, or copy into a bucket."
+                f"{self._destination.url} cannot have the key {key!r}: {fault}. Leave it out, or "
+                "copy into a bucket."
             )
         if self._destination.location.backend is Backend.FILE:
             check_file_key(self._destination, key)
@@ -230,7 +229,7 @@ class ObjectCopier:
 
         try:
             # This takes half of the processor time of boto3. urllib3 would change odd keys.
-            if can_sign(destination) and not _is_odd(stat.key):
+            if can_sign(destination) and not find_segment_fault(stat.key):
                 found = call_with_retries(destination, stat.key, copy_signed)
             else:
                 found = call_boto3(destination, stat.key, copy, client=self._client)
@@ -242,7 +241,7 @@ class ObjectCopier:
 
     def _copy_whole(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object with its attributes through memory, by two requests."""
-        if _is_odd(stat.key) and self._source_client is not None:
+        if find_segment_fault(stat.key) and self._source_client is not None:
             return self._copy_odd_key(stat, parsed)
         options: GetOptions = {} if stat.etag is None else {"if_match": stat.etag}
 
@@ -327,7 +326,7 @@ class ObjectCopier:
         Raises:
             CorruptError: The parts do not have the ETag. No object was written.
         """
-        is_odd = _is_odd(stat.key)  # obstore refuses it
+        is_odd = bool(find_segment_fault(stat.key))  # obstore refuses it
         client = self._source_client if is_odd else None
         sender = PartSender(self._source, stat, client, has_etag=bool(etag))
         upload = PartUpload(
@@ -394,7 +393,7 @@ class ObjectCopier:
     def _find_target(self, stat: Stat) -> Stat | None:
         """Return the object of the destination under the key of an object; None without one."""
         with suppress(errors.NotFoundError):
-            if self._client is None or not _is_odd(stat.key):
+            if self._client is None or not find_segment_fault(stat.key):
                 return head(self._destination, stat.key)
             found = call_boto3(
                 self._destination,
@@ -465,11 +464,6 @@ def _name_attributes(headers: Mapping[str, Any]) -> dict[str, str]:
     """Return attributes of an object as obstore names them."""
     named = {_ATTRIBUTES[name]: headers[name] for name in _ATTRIBUTES if name in headers}
     return named | headers.get("Metadata", {})
-
-
-def _is_odd(key: str) -> bool:
-    """Decide whether obstore and folders refuse a key."""
-    return not {"", ".", ".."}.isdisjoint(key.split("/")) or _CONTROL.search(key) is not None
 
 
 def _share_endpoint(source: Store, destination: Store) -> bool:

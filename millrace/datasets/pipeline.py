@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -191,9 +191,9 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     account = settings.store.account_id or os.environ.get("R2_ACCOUNT_ID")
     location = Location.parse(settings.store.url, account_id=account)
     url = str(location)
-    unchecked = [
-        "Whether the credentials may write there is not checked, since a plan writes nothing."
-    ]
+    unchecked = (
+        "Whether the credentials may write there is not checked, since a plan writes nothing.",
+    )
     refusals: list[str] = []
     state = ""
     try:
@@ -211,12 +211,10 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
             state = "new: the run makes the folder"
         else:
             refusals.append(str(error))
-    except (errors.ConflictError, errors.ChangedError, errors.ConfigurationError) as error:
-        refusals.append(str(error))
     except errors.UnavailableError as error:
         refusals.append(f"{url} does not answer: {errors.format_error(error)}")
-    except errors.MillraceError as error:
-        unchecked.append(f"The location cannot be read: {errors.format_error(error)}")
+    except errors.MillraceError as error:  # the run meets the same error
+        refusals.append(str(error))
     if settings.execution.ray:
         try:
             cluster.check_reachable(settings.execution.ray)
@@ -226,12 +224,32 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     found = Preflight(
         url=where,
         state=state,
-        unchecked=tuple(unchecked),
+        unchecked=unchecked,
         refusals=tuple(refusals),
         largest_sample=partitioned.largest_sample,
-        notes=partitioned.notes,
+        notes=(
+            *partitioned.notes,
+            *_describe_empty_splits(plan, [one.split for one in plan.partitions]),
+        ),
     )
     return plan, found
+
+
+def _describe_empty_splits(plan: DatasetPlan, splits: Sequence[str]) -> list[str]:
+    """Return a sentence for each split without samples, if a share of the source is held out.
+
+    Args:
+        plan: Plan of the dataset.
+        splits: Splits with samples, or with partitions if there are no samples yet.
+    """
+    if not plan.holdout or not splits:
+        return []
+    return [
+        f"The split `{split}` has no samples: with `holdout: {plan.holdout:g}`, it has no whole "
+        f"row of the source that makes a sample. Correct `holdout` under another dataset name."
+        for split in ("train", "val")
+        if split not in splits
+    ]
 
 
 def _open_for_preflight(settings: PipelineSettings) -> Store:
@@ -307,7 +325,7 @@ def shard_dataset(
             progress=limit.wrap_progress(counter),
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
-    warnings: list[str] = []
+    warnings = _describe_empty_splits(plan, [split for split, n in manifest.samples.items() if n])
     if settings.card and (
         sentence := write_card(store, make_card(settings.card, plan), manifest, progress=progress)
     ):

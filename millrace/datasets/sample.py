@@ -46,6 +46,19 @@ class Sample(NamedTuple):
     next_skip: int = 0
 
 
+def explain_result(name: str, made: object, number: int | None) -> str:
+    """Return the reason why a result of a function of samples makes no sample.
+
+    Args:
+        name: Name of the function.
+        made: The result, which is not a dict.
+        number: Place in the list of results; None if the function returned no list.
+    """
+    kind = "None" if made is None else f"a {type(made).__name__}"
+    where = "" if number is None else f" in place {number} of its results"
+    return f"{name} returned {kind}{where}: return a dict, a list of dicts or None"
+
+
 class BadRow(NamedTuple):
     """A row that makes no sample.
 

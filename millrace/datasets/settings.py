@@ -19,6 +19,7 @@ from millrace.datasets.sources import (
 )
 from millrace.datasets.transforms import TransformList
 from millrace.lease import MAX_TTL, MIN_TTL
+from millrace.records import JsonInt
 from millrace.schemas.dataset import SourceRecord
 from millrace.settings import Duration, Size
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
@@ -72,8 +73,9 @@ class ShardingSettings(BaseModel):
         ge=1,
         description="Approximate number of files in a partition (`files`), or of URLs (`urls`).",
     )
-    seed: int | None = Field(
-        default=0, description="Seed of the shuffle; null keeps the source's own order."
+    seed: JsonInt | None = Field(
+        default=0,
+        description="Seed of the shuffle, below 2 to the 64th; null keeps the source's own order.",
     )
     holdout: float = Field(
         title="Share held out",

@@ -19,7 +19,21 @@ CHECKPOINT_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN})/{CHECKPOINTS}/step_(?P<number>[0-9]{{9,18}})/.+"
 )
 """Key of an object of any checkpoint, by which `classify_key` recognises it."""
+_MAX_STEP = 10**18 - 1  # 18 digits: a key with more is not recognised
 _BLOCK_LISTS = "block_digests"
+
+
+def check_step(step: int) -> int:
+    """Return a step, checked to be a number that keys can have.
+
+    Raises:
+        ConfigurationError: The step is negative, or has more than 18 digits.
+    """
+    if not 0 <= step <= _MAX_STEP:
+        raise ConfigurationError(
+            f"Step {step} cannot be the step of a checkpoint: give a step from 0 to {_MAX_STEP}."
+        )
+    return step
 
 
 @dataclass(frozen=True, slots=True)

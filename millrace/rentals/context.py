@@ -48,8 +48,7 @@ class RentalContext:
 
     def make_machine(self, attempt: Attempt) -> Machine:
         """Return the machine of an attempt, without reports yet."""
-        now, limits = self.clock.monotonic(), self.settings.limits
-        return make_machine(self.store, attempt, now, max_traffic_cost=limits.max_traffic_cost)
+        return make_machine(self.store, attempt, self.clock.monotonic(), self.settings.limits)
 
     def update_instance(self, machine: Machine, instance: Instance | None) -> None:
         """Update the description of a machine, and record its price if the price was raised.

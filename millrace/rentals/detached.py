@@ -8,7 +8,7 @@ from millrace.lease import StoreClock
 from millrace.rentals.budget import RELEASE_TIME, check_price, check_traffic
 from millrace.rentals.ledger import Attempt, list_attempts
 from millrace.rentals.life_signs import LifeSigns
-from millrace.rentals.machines import Machine, compute_recorded_cost, make_machine
+from millrace.rentals.machines import Machine, make_machine
 from millrace.rentals.reports import read_heartbeat
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import MoneyLimits
@@ -62,7 +62,7 @@ class DetachedBudget:
 
     def _make_machine(self, attempt: Attempt, limits: MoneyLimits) -> Machine:
         """Return a machine with its last heartbeat, and its description in the listing."""
-        machine = make_machine(self._store, attempt, 0.0, max_traffic_cost=limits.max_traffic_cost)
+        machine = make_machine(self._store, attempt, 0.0, limits)
         machine.reports.heartbeat = read_heartbeat(self._store, machine.reports.keys)
         machine.instance = attempt.find_instance(self._instances)
         return machine
@@ -77,10 +77,7 @@ class DetachedBudget:
         signs = LifeSigns(self._store, RentalKeys(rental), self._clock)
         for attempt in list_attempts(self._store, rental):
             if attempt.release_record is not None:
-                machine = make_machine(
-                    self._store, attempt, 0.0, max_traffic_cost=limits.max_traffic_cost
-                )
-                cost += compute_recorded_cost(machine, limits.max_hourly)
+                cost += attempt.compute_cost(self._now, limits=limits)
                 continue
             machine = self._make_machine(attempt, limits)
             if machine.instance is None:

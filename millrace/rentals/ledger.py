@@ -3,6 +3,7 @@
 import logging
 import math
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -25,6 +26,7 @@ from millrace.schemas.rental import (
     Intent,
     MoneyLimits,
     PriceRaiseRecord,
+    ReleaseReason,
     ReleaseRecord,
 )
 from millrace.storage import Store, StoreSpec, list_objects, open_store
@@ -35,6 +37,10 @@ _log = logging.getLogger(__name__)
 
 _MAX_SPEED = 10_000.0  # Mbit/s, more than any host has
 _SPEED_TOLERANCE = 4.0  # a count of bytes is plausible up to this multiple of the offered speed
+_OUTSIDE_REASONS = {
+    ReleaseReason.REAPED,
+    ReleaseReason.UNNEEDED,
+}  # reasons that a process without the settings of the rental may record, too
 
 
 def ensure_installation(store: Store) -> str:
@@ -105,9 +111,12 @@ class Attempt:
         dollars_per_hour: float = 0.0,
         received_bytes: int = 0,
         sent_bytes: int = 0,
-        max_traffic_cost: float = math.inf,
+        limits: MoneyLimits | None = None,
     ) -> float:
         """Compute the dollars that the machine has cost: until its release, or until now.
+
+        A process without the settings of the rental records the cost of a release with all traffic
+        that the machine has reported. The limits hold for such a record, too.
 
         Args:
             now: Current time.
@@ -115,10 +124,21 @@ class Attempt:
                 known price counts if it is higher, for the whole time.
             received_bytes: Bytes that the machine reports as received.
             sent_bytes: Bytes that the machine reports as sent.
-            max_traffic_cost: Dollars that its traffic counts as at most.
+            limits: Limits of the rental; by default those of a detached machine.
         """
-        if self.release_record is not None:
-            return self.release_record.cost
+        limits = limits or self.limits
+        record = self.release_record
+        if record is not None:
+            if record.reason not in _OUTSIDE_REASONS or limits is None:
+                return record.cost
+            most = replace(self, release_record=None).compute_cost(
+                record.released_at,
+                dollars_per_hour=limits.max_hourly,
+                received_bytes=sys.maxsize,
+                sent_bytes=sys.maxsize,
+                limits=limits,
+            )
+            return min(record.cost, most)
         hours = max(timedelta(0), now - self.intent.started_at) / timedelta(hours=1)
         down, up = self.compute_max_traffic(now)
         traffic = (
@@ -126,7 +146,8 @@ class Attempt:
             + min(sent_bytes, up) * self.intent.upload_dollars_per_gb
         )
         price = max(self.dollars_per_hour, dollars_per_hour)
-        return hours * price + min(traffic / 1e9, max_traffic_cost)
+        most = limits.max_traffic_cost if limits else math.inf
+        return hours * price + min(traffic / 1e9, most)
 
     def compute_max_traffic(self, now: datetime) -> tuple[float, float]:
         """Return the most bytes that the machine can have received, and sent, since its rental."""

@@ -1,21 +1,14 @@
 """Rented machines as their owner knows them, and decisions to release them."""
 
-import math
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.reports import MachineReports, read_heartbeat
 from millrace.rentals.vast.instances import Instance
-from millrace.schemas.rental import ReleaseReason
+from millrace.schemas.rental import MoneyLimits, ReleaseReason
 from millrace.storage import Store
-
-_OUTSIDE_REASONS = {
-    ReleaseReason.REAPED,
-    ReleaseReason.UNNEEDED,
-}  # reasons that a process which is not the owner may record, too
 
 
 @dataclass(slots=True)
@@ -27,7 +20,7 @@ class Machine:
         reports: Reports of the machine.
         rented_at: Time by `Clock.monotonic` when the machine was rented, or taken over.
         last_report_at: Time by `Clock.monotonic` of the last report.
-        max_traffic_cost: Dollars that its traffic counts as at most, whatever it reports.
+        limits: Limits of the rental, if they are known.
         instance: Description in the last listing; None before the first listing.
         is_ready: Whether the program runs.
         reported_price: Raised price that was last reported, in dollars an hour.
@@ -38,7 +31,7 @@ class Machine:
     reports: MachineReports
     rented_at: float
     last_report_at: float
-    max_traffic_cost: float = math.inf
+    limits: MoneyLimits | None = None
     instance: Instance | None = None
     is_ready: bool = False
     reported_price: float = 0.0
@@ -74,12 +67,12 @@ class Machine:
             dollars_per_hour=self.dollars_per_hour,
             received_bytes=received,
             sent_bytes=sent,
-            max_traffic_cost=self.max_traffic_cost,
+            limits=self.limits,
         )
 
 
 def make_machine(
-    store: Store, attempt: Attempt, now: float, *, max_traffic_cost: float = math.inf
+    store: Store, attempt: Attempt, now: float, limits: MoneyLimits | None = None
 ) -> Machine:
     """Return the machine of an attempt, without reports yet.
 
@@ -87,7 +80,7 @@ def make_machine(
         store: Store of the ledger, and of the machine's reports.
         attempt: Attempt that rented the machine.
         now: Current time by `Clock.monotonic`.
-        max_traffic_cost: Dollars that its traffic counts as at most.
+        limits: Limits of the rental, if they are known.
     """
     keys = MachineKeys(RentalKeys(attempt.intent.rental).make_machine_prefix(attempt.number))
     return Machine(
@@ -95,49 +88,34 @@ def make_machine(
         MachineReports(store, keys),
         rented_at=now,
         last_report_at=now,
-        max_traffic_cost=max_traffic_cost,
+        limits=limits,
     )
-
-
-def compute_recorded_cost(machine: Machine, max_hourly: float) -> float:
-    """Return the recorded cost of a released machine, with the limit of its traffic.
-
-    A process without the settings of the rental counts all traffic that the machine has reported.
-
-    Args:
-        machine: Machine whose attempt has a release record.
-        max_hourly: Highest price of the machine, in dollars an hour.
-    """
-    record = machine.attempt.release_record
-    assert record is not None
-    if record.reason not in _OUTSIDE_REASONS:
-        return record.cost
-    most = replace(machine.attempt, release_record=None).compute_cost(
-        record.released_at,
-        dollars_per_hour=max_hourly,
-        received_bytes=sys.maxsize,
-        sent_bytes=sys.maxsize,
-        max_traffic_cost=machine.max_traffic_cost,
-    )
-    return min(record.cost, most)
 
 
 def compute_unowned_cost(
-    store: Store, attempt: Attempt, instance: Instance | None, end: datetime
+    store: Store,
+    attempt: Attempt,
+    instance: Instance | None,
+    end: datetime,
+    limits: MoneyLimits | None = None,
 ) -> float:
-    """Compute the dollars that a machine without an owner has cost, with its reported traffic.
+    """Compute the dollars that a machine of the ledger has cost, with its reported traffic.
+
+    The owner of the machine computes the same from its memory: `Machine.compute_cost`.
 
     Args:
         store: Store of the ledger, and of the machine's reports.
         attempt: Attempt that rented the machine.
         instance: Description in a listing; None if no listing shows the machine.
         end: Current time; the time of `LifeSigns.estimate_end` if no listing shows the machine.
+        limits: Limits of the rental, if they are known.
 
     Raises:
         UnavailableError: The store does not answer.
     """
     intent, heartbeat = attempt.intent, None
-    if intent.download_dollars_per_gb or intent.upload_dollars_per_gb:
+    is_running = attempt.release_record is None
+    if is_running and (intent.download_dollars_per_gb or intent.upload_dollars_per_gb):
         prefix = RentalKeys(intent.rental).make_machine_prefix(attempt.number)
         heartbeat = read_heartbeat(store, MachineKeys(prefix))
     return attempt.compute_cost(
@@ -145,7 +123,7 @@ def compute_unowned_cost(
         dollars_per_hour=instance.dollars_per_hour if instance else 0.0,
         received_bytes=heartbeat.received if heartbeat else 0,
         sent_bytes=heartbeat.sent if heartbeat else 0,
-        max_traffic_cost=attempt.limits.max_traffic_cost if attempt.limits else math.inf,
+        limits=limits,
     )
 
 

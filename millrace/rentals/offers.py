@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from millrace.formatting import clean_text
 from millrace.rentals.vast.api import VastClient
+from millrace.schemas.rental import MoneyLimits
 from millrace.settings import Duration
 
 MAX_LIFETIME = timedelta(days=7)
@@ -153,6 +154,10 @@ class OfferRequest(BaseModel):
     def offer_type(self) -> str:
         """Type of the offers, as Vast.ai names it."""
         return "bid" if self.interruptible else "on-demand"
+
+    def make_limits(self, machines: int) -> MoneyLimits:
+        """Return the limits of what a number of machines may cost."""
+        return MoneyLimits(max_hourly=self.max_hourly, max_total=self.max_total, machines=machines)
 
     def make_filters(self) -> dict[str, dict[str, Any]]:
         """Return the requirements in the API's own units: MB of memory, seconds of duration."""

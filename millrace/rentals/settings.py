@@ -287,10 +287,7 @@ class RentalSettings(MachineSettings):
     @property
     def limits(self) -> MoneyLimits:
         """Limits of what the machines may cost."""
-        request = self.request
-        return MoneyLimits(
-            max_hourly=request.max_hourly, max_total=request.max_total, machines=self.machines
-        )
+        return self.request.make_limits(self.machines)
 
     @property
     def ledger(self) -> LedgerSettings:

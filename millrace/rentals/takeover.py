@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
-from millrace.rentals.machines import Machine, ReleaseDecision, compute_recorded_cost
+from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
@@ -59,7 +59,7 @@ def take_over_machines(
     for attempt in sorted(attempts, key=lambda one: one.contract is None):
         machine = context.make_machine(attempt)
         if attempt.release_record is not None:
-            _add_released(state, machine, context.settings.request.max_hourly)
+            _add_released(state, machine)
             continue
         state.costs[attempt.number] = 0.0
         instance = attempt.find_instance(instances)
@@ -87,11 +87,11 @@ def delete_detach_records(context: RentalContext, attempts: Sequence[Attempt]) -
         delete(context.store, keys)
 
 
-def _add_released(state: RentalState, machine: Machine, max_hourly: float) -> None:
+def _add_released(state: RentalState, machine: Machine) -> None:
     """Add a machine with a release record to the state of a rental."""
     record = machine.attempt.release_record
     assert record is not None
-    state.costs[machine.attempt.number] = compute_recorded_cost(machine, max_hourly)
+    state.costs[machine.attempt.number] = machine.compute_cost(record.released_at)
     state.released[machine.attempt.number] = machine
     if record.reason is ReleaseReason.DONE:
         state.done[machine.slot] = machine

@@ -10,10 +10,9 @@ import re
 from millrace.errors import ConfigurationError
 from millrace.formatting import clean_text
 from millrace.storage.clients import make_full_key
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import CONTROL, Backend, Store
 
 _MAX_SIZE = 1024  # bytes of a key in a bucket: the limit of S3, R2 and GCS
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PARTIAL_FILE = re.compile(r"#\d+$")
 
 
@@ -42,13 +41,18 @@ def find_key_fault(store: Store, key: str) -> str:
         return fault
     if not key or key.startswith("/") or key.endswith("/"):
         return "it is empty, or has a slash at an end"
-    if not {"", ".", ".."}.isdisjoint(key.split("/")):
-        return "it has an empty or a relative segment"
-    if _CONTROL.search(key):
-        return "it has a control character"
+    if fault := find_segment_fault(key):
+        return fault
     if store.location.backend is Backend.FILE and _PARTIAL_FILE.search(key):
         return "in a folder, names that end in # and a number belong to unfinished writes"
     return ""
+
+
+def find_segment_fault(key: str) -> str:
+    """Return the reason why obstore and folders refuse a key by its names; empty if they do not."""
+    if not {"", ".", ".."}.isdisjoint(key.split("/")):
+        return "it has an empty or a relative segment"
+    return "it has a control character" if CONTROL.search(key) else ""
 
 
 def find_size_fault(store: Store, key: str) -> str:

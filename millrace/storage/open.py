@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from millrace.environment import drop_empty_variables, read_variable
 from millrace.errors import ConfigurationError, NotFoundError, format_error
+from millrace.formatting import clean_text
 from millrace.settings import Duration
 from millrace.storage.forks import are_folders_lost, is_client_lost, note_opened
 from millrace.storage.google_tokens import TokenReader, TokenSource
@@ -30,9 +31,10 @@ READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Control characters, which no key has."""
 _ENVIRONMENT = "env://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")  # characters with a meaning in a URL
 _MOST_FOREIGN_REQUESTS = 8  # at once to one foreign store
 _memory: dict[str, MemoryStore] = {}
@@ -272,7 +274,7 @@ def _check_path(path: str, url: str) -> None:
         ConfigurationError: No prefix of keys can be like this.
     """
     is_relative = not {".", ".."}.isdisjoint(path.split("/"))
-    if "//" in path or is_relative or _CONTROL.search(path):
+    if "//" in path or is_relative or CONTROL.search(path):
         raise ConfigurationError(
             f"{url!r} has two slashes in a row, a relative segment or a control character behind "
             "the bucket. Correct the URL: a prefix is folder names with one slash between them."
@@ -416,7 +418,8 @@ def open_store(
 
     Raises:
         NotFoundError: There is no such folder, and ``make_folder`` is false.
-        ConfigurationError: The URL names no store, or the settings do not fit it.
+        ConfigurationError: The URL names no store, or the settings do not fit it. Or the folder
+            cannot be made or opened.
     """
     if isinstance(url, StoreSpec):
         spec = url
@@ -553,11 +556,20 @@ def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
 
 def _open_folder(location: Location, *, make: bool) -> LocalStore:
     folder = Path(location.bucket)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"{folder} is a file: write the URL of a folder.")
-    if not (make or folder.exists()):
-        raise NotFoundError(f"There is no folder {folder}. Correct the URL.")
-    return LocalStore(folder, mkdir=make)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigurationError(f"{folder} is a file: write the URL of a folder.")
+        if not (make or folder.exists()):
+            raise NotFoundError(f"There is no folder {folder}. Correct the URL.")
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        return LocalStore(folder)
+    except (OSError, ValueError) as error:  # also of a NUL byte in the path
+        why = getattr(error, "strerror", None) or format_error(error)
+        raise ConfigurationError(
+            f"The folder {clean_text(str(folder))} cannot be {'made' if make else 'opened'} "
+            f"({why}). Correct the URL, or the permissions of the folders above it."
+        ) from error
 
 
 def _make_retry_configs(retry_timeout: timedelta) -> tuple[Any, Any]:

@@ -267,6 +267,32 @@ def test_plan_says_that_a_destination_does_not_answer(run, settings, monkeypatch
     assert "`millrace run` will refuse: s3://bucket does not answer" in shown
 
 
+@pytest.mark.parametrize("key", ["wrong key", "wrong secret", "key of another user"])
+def test_plan_fails_with_credentials_that_the_destination_refuses(run, settings, rgw, bucket, key):
+    pair = {
+        "wrong key": ("none", "none"),
+        "wrong secret": (rgw.full.access_key_id, "wrong"),
+        "key of another user": (rgw.other.access_key_id, rgw.other.secret_access_key),
+    }[key]
+    text = re.sub("^store: .*$", "", settings.read_text(), flags=re.MULTILINE)
+    settings.write_text(
+        f"{text}store: {{url: 's3://{bucket}', endpoint: '{rgw.endpoint}', "
+        f"credentials: {{access_key_id: {pair[0]}, secret_access_key: {pair[1]}}}}}\n"
+    )
+    shown = run("plan", str(settings), code=1)
+    refusal = shown[shown.index("`millrace run` will refuse: ") :].strip()
+    assert f"s3://{bucket}/lines/" in refusal
+    assert refusal.partition("refuse: ")[2] in run("run", str(settings), code=1)
+
+
+def test_plan_fails_with_a_plan_that_cannot_be_read(run, settings, tmp_path):
+    run("run", str(settings))
+    (tmp_path / "store/lines/plan.json").write_text("no record")
+    shown = run("plan", str(settings), code=1)
+    assert "`millrace run` will refuse: " in shown
+    assert "lines/plan.json" in shown
+
+
 def test_the_store_of_a_source_stands_beside_its_other_settings(run, settings):
     """As in a flow's form, and in a campaign's file."""
     settings.write_text(settings.read_text().replace("source: {url:", "source: {store: {url:", 1))

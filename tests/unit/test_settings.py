@@ -19,6 +19,7 @@ from millrace.cleanup import CleanupSettings
 from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
+from millrace.digest import dump_canonical_json
 from millrace.gradients import AggregatorSettings
 from millrace.settings import (
     Duration,
@@ -210,8 +211,8 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
     ("text", "seconds"),
     [
         ("90s", 90), ("20m", 1200), ("24h", 86400), ("7d", 604800), ("1w", 604800), ("0h", 0),
-        ("1.5h", 5400), ("1h30m", 5400), ("2 d", 172800), ("PT20M", 1200), ("P2D", 172800),
-        ("0.05s", 0.05), (timedelta(seconds=5), 5),
+        ("1.5h", 5400), ("1h30m", 5400), ("1h 30m", 5400), (" 1 h  30 m ", 5400), ("2 d", 172800),
+        ("PT20M", 1200), ("P2D", 172800), ("0.05s", 0.05), (timedelta(seconds=5), 5),
     ],
 )  # fmt: skip
 def test_a_duration_has_its_unit(text, seconds):
@@ -222,7 +223,8 @@ def test_a_duration_has_its_unit(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "value", [48, 48.0, "48", " 48", -3, "-3", 0, True, "00:20:00", "soon", ""]
+    "value",
+    [48, 48.0, "48", " 48", -3, "-3", 0, True, "00:20:00", "soon", "", "1h 30", "1h, 30m", "1H"],
 )
 def test_a_bare_number_is_no_duration(value):
     with pytest.raises(ValidationError) as refused:
@@ -312,6 +314,14 @@ def test_a_size_setting_keeps_its_limits():
         SaveSettings(part_bytes="1KB")
     with pytest.raises(ValidationError, match="less than or equal to 1073741824"):
         ShardingSettings(shard_bytes="1.1GiB")
+
+
+def test_a_seed_is_an_integer_that_the_plan_of_a_dataset_can_have():
+    for seed in (-(1 << 63), (1 << 64) - 1):
+        dump_canonical_json(ShardingSettings(seed=seed).model_dump(mode="json"))
+    for seed in (-(1 << 63) - 1, 1 << 64):
+        with pytest.raises(ValidationError, match="seed"):
+            ShardingSettings(seed=seed)
 
 
 def test_a_form_takes_a_size_as_text_or_number():

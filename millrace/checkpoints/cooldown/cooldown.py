@@ -24,8 +24,9 @@ from millrace.checkpoints.contents import Content, normalise_json
 from millrace.checkpoints.cooldown.member_cooldown import MemberCooldown
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
-from millrace.checkpoints.cooldown.rosters import obtain_roster
+from millrace.checkpoints.cooldown.rosters import check_seed, obtain_roster
 from millrace.checkpoints.settings import CooldownSettings
+from millrace.keys.checkpoints import check_step
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.records import commit_once
@@ -69,16 +70,18 @@ def cool_down(
             `EpochEndedWithoutCheckpoint`.
 
     Raises:
-        ConfigurationError: The position or the notes are not JSON, or larger than readers accept.
+        ConfigurationError: The step is negative or has more than 18 digits, the seed does not have
+            64 bits, or the position or the notes are not JSON or larger than readers accept.
         UnavailableError: The store does not answer at the beginning.
         DeniedError: The credentials may not write to the job.
     """
     if membership is None:
         reason = "This member has no destination, and saved no checkpoint: set one."
         return EpochResult(CooldownOutcome.NO_DESTINATION, reason, None)
+    check_seed(seed)
     draft = Checkpoint(
         job=membership.job,
-        step=content.parts[0].step,
+        step=check_step(content.parts[0].step),
         run=run,
         position=normalise_json(position, "position"),
         notes=normalise_json(notes, "notes"),

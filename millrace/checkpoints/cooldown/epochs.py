@@ -61,7 +61,8 @@ class EpochSaver:
             seed: Seed of the order of the checkpointers.
 
         Raises:
-            ConfigurationError: A value cannot be saved. The message has its path.
+            ConfigurationError: A value cannot be saved (the message has its path), or the step is
+                negative or has more than 18 digits.
             UnavailableError: The store does not answer.
             DeniedError: The credentials may not write to the job.
         """

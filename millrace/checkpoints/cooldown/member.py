@@ -71,7 +71,9 @@ class MemberSettings(BaseModel):
     )
     seed: int | None = Field(
         default=None,
-        description="Seed of the order of the checkpointers; by default a random one.",
+        ge=0,
+        lt=1 << 64,
+        description="Seed of 64 bits of the order of the checkpointers; by default a random one.",
     )
     cooldown: CooldownSettings = Field(
         default=CooldownSettings(), description="Settings of the end of the epoch."

@@ -83,6 +83,19 @@ def commit_roster(
     commit_once(store, CooldownKeys(job, epoch).roster, make_roster(job, epoch, members, seed))
 
 
+def check_seed(seed: int | None) -> None:
+    """Check that a roster can have a seed; None is a random one.
+
+    Raises:
+        ConfigurationError: The seed is not an integer of 64 bits.
+    """
+    if seed is not None and not 0 <= seed < 1 << 64:
+        raise errors.ConfigurationError(
+            f"The seed {seed} of the order of the checkpointers is not one of 64 bits: give one "
+            f"from 0 to {(1 << 64) - 1}."
+        )
+
+
 def make_roster(job: str, epoch: int, members: Collection[str], seed: int | None = None) -> Roster:
     """Return a roster of some members, with a random seed by default."""
     seed = secrets.randbits(64) if seed is None else seed

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from millrace.datasets.field_names import KEY
 from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.sample import explain_result
 from millrace.errors import ConfigurationError
 
 Transform = Callable[[LoadedSample], Mapping[str, Any] | Iterable[Mapping[str, Any]] | None]
@@ -127,16 +128,21 @@ def _transform_rows(
 
 
 def _apply(transform: Transform, row: LoadedSample) -> list[LoadedSample]:
+    key = row.get(KEY, "")
     try:
-        made = transform(row)
+        made: Any = transform(row)
         if made is None:
             return []
-        if isinstance(made, Mapping):
-            return [dict(cast("Mapping[str, Any]", made))]
-        return [dict(one) for one in made]
+        is_single = isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable)
+        parts: list[Any] = [made] if is_single else list(cast("Iterable[Any]", made))
     except Exception as error:
-        error.add_note(f"`transform` failed for the sample {row.get(KEY, '')!r}.")
+        error.add_note(f"`transform` failed for the sample {key!r}.")
         raise
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            reason = explain_result("`transform`", part, None if is_single else number)
+            raise ConfigurationError(f"For the sample {key!r}, {reason}.")
+    return [dict(part) for part in parts]
 
 
 def _pack_outputs(
@@ -193,4 +199,11 @@ def _get_tokens(sample: Mapping[str, Any], field: str) -> npt.NDArray[Any]:
             f"`pack` needs the field {field!r}, and a sample has the fields {sorted(sample)}. Name "
             "the field with the tokens in `pack_field`, or make tokens in `transform`."
         )
-    return np.asarray(tokens)
+    found = np.asarray(tokens)
+    if found.ndim != 1:
+        raise ConfigurationError(
+            f"`pack` needs a list of tokens in the field {field!r}, and that of a sample is a "
+            f"{type(tokens).__name__} of {found.ndim} dimensions. Correct `pack_field`, or make "
+            "tokens in `transform`."
+        )
+    return found

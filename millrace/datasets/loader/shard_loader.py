@@ -80,8 +80,9 @@ class ShardLoader:
         streams: Number of streams that are mixed. By default 64, or a smaller power of two if the
             split has fewer than four shards for each stream, and 1 without shuffling.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
-            together; at the beginning of an epoch a sixteenth, and then more and more. One process
-            that reads all streams takes up to five times this memory.
+            together; at the beginning of an epoch a sixteenth, and then more and more. They count
+            as in the dataset's largest format. One process that reads all streams takes up to five
+            times this memory.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
@@ -142,7 +143,7 @@ class ShardLoader:
             split=split,
             seed=seed,
             streams=streams,
-            window=window or max(1, int(buffer_bytes / streams / max(1.0, self.table.mean_size))),
+            window=window or _choose_window(self.table, buffer_bytes / streams),
             shuffle=shuffle,
             transform=transform is not None,
             pack=pack,
@@ -464,6 +465,11 @@ def _choose_streams(
             f"{world_size} ranks. Give `streams` a multiple, such as {multiple}, on every rank."
         )
     return streams
+
+
+def _choose_window(table: ShardTable, buffer_bytes: float) -> int:
+    # The mean of the largest format, so that all formats have one order.
+    return max(1, int(buffer_bytes / max(1.0, table.largest_mean_size)))
 
 
 def _choose_remainder(remainder: Remainder | str | None, steps: StreamSteps) -> Remainder:

@@ -1,5 +1,6 @@
 """Shards of one split and one format of a dataset, by its manifest."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +47,7 @@ class ShardTable:
         fields: Types of the fields; empty if the manifest has none.
         shards: The shards.
         block_count: Number of blocks of all shards of the dataset.
+        largest_size: Bytes of the split in the format with the largest shards.
         decode: Whether fields are decoded. Otherwise they are the bytes in the shard.
         offsets: Offsets of samples in tar shards, from the manifest and from readers.
     """
@@ -57,14 +59,23 @@ class ShardTable:
     fields: Fields
     shards: Sequence[ListedShard]
     block_count: int
+    largest_size: int
     decode: bool = True
     offsets: SampleOffsets = field(default_factory=SampleOffsets, compare=False, repr=False)
 
     @property
     def mean_size(self) -> float:
         """Mean bytes of a sample."""
-        samples = sum(shard.samples for shard in self.shards)
-        return sum(shard.size for shard in self.shards) / max(1, samples)
+        return sum(shard.size for shard in self.shards) / max(1, self._samples)
+
+    @property
+    def largest_mean_size(self) -> float:
+        """Mean bytes of a sample in the format with the largest shards."""
+        return self.largest_size / max(1, self._samples)
+
+    @property
+    def _samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
 
 
 def make_shard_table(
@@ -98,6 +109,7 @@ def make_shard_table(
             "of fields. Remove `decode=False`, or shard the dataset as webdataset, too."
         )
     shards: list[ListedShard] = []
+    sizes = Counter[str]()
     block = 0
     for shard in manifest.shards:
         if (shard.format, shard.split) == (chosen, split):
@@ -105,6 +117,8 @@ def make_shard_table(
                 shard.key, shard.samples, shard.size, shard.digest, block, shard.sample_offsets
             )
             shards.append(listed)
+        if shard.split == split:
+            sizes[shard.format] += shard.size
         block += count_blocks(shard.size)
     if not shards:
         raise ConfigurationError(
@@ -119,5 +133,6 @@ def make_shard_table(
         fields={name: FieldType(kind) for name, kind in manifest.fields.items()},
         shards=shards,
         block_count=block,
+        largest_size=max(sizes.values()),
         decode=decode,
     )

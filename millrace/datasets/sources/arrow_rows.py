@@ -25,6 +25,8 @@ Values = list[Any]
 Columns = dict[str, Values]
 """Values of each field, by the field's extension."""
 
+_REFUSALS = (ValueError, OverflowError, KeyError)
+"""Errors of values that Python does not hold: no Unicode, a time too far, or in an unknown zone."""
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
@@ -328,7 +330,7 @@ def _read_values(array: Array) -> list[Any]:
         return [text if text is None else _format_time(text) for text in texts]
     try:
         return array.to_pylist()
-    except (ValueError, OverflowError):  # not Unicode, or a time beyond Python's
+    except _REFUSALS:
         return [_read_value(array[index]) for index in range(len(array))]
 
 
@@ -347,8 +349,8 @@ def _format_time(text: str) -> str | ValueError:
 def _read_value(scalar: "pa.Scalar[Any]") -> Any:
     try:
         return scalar.as_py()
-    except (ValueError, OverflowError) as error:
-        return error
+    except _REFUSALS as error:
+        return ValueError(f"no time zone {error}") if isinstance(error, KeyError) else error
 
 
 def _encode_json(value: Any) -> bytes | Exception:

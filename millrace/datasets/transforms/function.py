@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from millrace.datasets.sample import Row, Sample
+from millrace.datasets.sample import Row, Sample, explain_result
 from millrace.datasets.transforms.base import make_bad_row
 from millrace.datasets.transforms.fields import (
     KEY,
@@ -107,24 +107,25 @@ class FunctionTransform:
         return [self._make_row(sample, part, number) for number, part in enumerate(parts)]
 
     def _call(self, values: dict[str, Any], key: str) -> object:
-        """Return the result of the function: a list if it has made any number of samples."""
+        """Return the result of the function: a list if it has made any number of samples.
+
+        Mappings are read here, so that an error of one is an error of the function.
+        """
         arguments = [random.Random(f"{self._seed or 0}/{key}")] if self._takes_random else []
         with _prints_to_stderr:
             made: Any = self._function(values, *arguments)
             if made is None:
                 return []
             if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
-                return cast("object", made)
-            return list(cast("Iterable[Any]", made))
+                return _read_mapping(cast("object", made))
+            return [_read_mapping(part) for part in cast("Iterable[Any]", made)]
 
     def _make_row(self, sample: Sample, made: object, number: int | None) -> Row:
         if not isinstance(made, Mapping):
-            kind = "None" if made is None else f"a {type(made).__name__}"
-            where = "" if number is None else f" in place {number} of its results"
-            reason = f"{self._name} returned {kind}{where}: return a dict, a list of dicts or None"
-            return make_bad_row(sample, reason)
+            return make_bad_row(sample, explain_result(self._name, made, number))
         values = cast("Mapping[Any, Any]", made)
-        if values.get(KEY, sample.key) != sample.key:
+        key = values.get(KEY, sample.key)
+        if not isinstance(key, str) or key != sample.key:
             reason = f"{self._name} changed {KEY}, which is made by Millrace: leave it as it is"
             return make_bad_row(sample, reason)
         try:
@@ -132,6 +133,13 @@ class FunctionTransform:
         except BadFieldError as error:
             return make_bad_row(sample, f"{self._name}: {error}")
         return Sample(make_part_key(sample.key, number), fields, sample.next_cursor)
+
+
+def _read_mapping(made: object) -> object:
+    """Return a mapping as a dict, and another value as it is."""
+    if type(made) is dict or not isinstance(made, Mapping):
+        return cast("object", made)
+    return dict(cast("Mapping[Any, Any]", made).items())
 
 
 def _count_arguments(function: Callable[..., Any], name: str) -> int:

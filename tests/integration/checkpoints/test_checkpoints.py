@@ -1,8 +1,10 @@
 """Checkpoints saved, found, verified and loaded, on stores of every kind."""
 
+import gc
 import json
 import subprocess
 import threading
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -195,6 +197,23 @@ def test_a_step_has_one_content(store):
     with pytest.raises(errors.ConflictError, match="another content"):
         save(store, 3, state_of(2))
     assert same(load(store, KEYS.job).state, state_of(1))
+
+
+@pytest.mark.parametrize(
+    ("other", "differing"),
+    [
+        ({"position": {"sample": 2}}, "in position:"),
+        ({"notes": {"loss": "2"}}, "in notes:"),
+        ({"position": {}, "notes": {}}, "in position and notes:"),
+    ],
+)
+def test_equal_tensors_with_another_position_or_other_notes_are_a_conflict(store, other, differing):
+    given = {"position": {"sample": 1}, "notes": {"loss": "1"}}
+    first = save(store, 3, state_of(1), run="one", **given)
+    assert save(store, 3, state_of(1), run="resumed", **given) == first
+    with pytest.raises(errors.ConflictError, match=differing):
+        save(store, 3, state_of(1), **given | other)
+    assert load(store, KEYS.job).checkpoint == first
 
 
 def test_files_whose_bytes_are_the_same_can_be_referred_to(store):
@@ -622,6 +641,47 @@ def test_a_save_that_fails_is_heard_of(tmp_path):
     assert load(folder, KEYS.job).checkpoint.step == 3
 
 
+@pytest.fixture
+def blocked(tmp_path):
+    """A folder in which no checkpoint of the job can be saved."""
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    return open_store(StoreSpec(url=tmp_path.as_uri(), retry_timeout=timedelta(seconds=0.1)))
+
+
+def test_an_error_that_no_call_has_raised_is_logged_once_when_the_save_is_dropped(blocked, caplog):
+    def save_and_drop(step: int, *, ask: bool) -> None:
+        dropped = threading.Event()
+        saver = Saver(blocked, KEYS.job, SMALL)
+        saving = saver.save(state_of(1), step=step)
+        saver._finisher.shutdown()  # so that the save has ended
+        weakref.finalize(saving, dropped.set)
+        if ask:
+            with pytest.raises(errors.MillraceError):
+                saver.save(state_of(1), step=step + 1)
+        del saver, saving
+        gc.collect()
+        assert dropped.is_set()
+
+    save_and_drop(7, ask=True)
+    assert caplog.messages == []
+    save_and_drop(9, ask=False)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("The checkpoint of step 9 was not saved: ")
+
+
+def test_an_error_behind_that_of_the_block_is_logged_once(blocked, caplog):
+    def fail() -> None:
+        with Saver(blocked, KEYS.job, SMALL) as saver:
+            saver.save(state_of(1), step=7)
+            raise KeyError("of the training")
+
+    with pytest.raises(KeyError, match="of the training"):
+        fail()
+    gc.collect()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("The checkpoint of step 7 was not saved: ")
+
+
 def test_names_of_jobs_that_cannot_be_are_refused():
     for name in ("", "/a", "a/", "a b", "a/checkpoints/b"):
         with pytest.raises(errors.ConfigurationError, match="job"):
@@ -673,6 +733,15 @@ def test_a_position_comes_back_as_it_was_given_or_is_refused_before_anything_is_
         ):
             saver.save(state_of(2), step=2, position=bad)
     assert parts_of(folder, 2) == []
+
+
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_step_that_no_listing_would_find_is_refused_before_anything_is_sent(folder, step):
+    with pytest.raises(errors.ConfigurationError, match=f"Step {step} .* from 0 to 9{{18}}"):
+        save(folder, step, state_of(1))
+    assert list(list_objects(folder)) == []
+    save(folder, 10**18 - 1, state_of(1))
+    assert list_steps(folder, KEYS.job) == [10**18 - 1]
 
 
 @pytest.fixture

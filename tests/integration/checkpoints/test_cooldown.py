@@ -280,6 +280,23 @@ def test_an_upload_goes_on_in_the_background(folder, members) -> None:
     assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
 
 
+@pytest.mark.parametrize("step", [-1, 10**18])
+def test_a_step_that_no_listing_would_find_ends_no_epoch(folder, members, step) -> None:
+    with pytest.raises(errors.ConfigurationError, match=f"Step {step} .* from 0 to 9{{18}}"):
+        members(folder, ["a"]).end(step=step)
+    assert list(list_objects(folder, KEYS.prefix)) == []
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_that_no_roster_can_have_is_refused(folder, members, seed) -> None:
+    membership = members(folder, ["a"]).memberships["a"]
+    with (
+        EpochSaver(membership, QUICK) as saver,
+        pytest.raises(errors.ConfigurationError, match=f"The seed {seed} .* from 0 to"),
+    ):
+        saver.end(state_of(0), epoch=0, step=5, seed=seed)
+
+
 def test_nowhere_to_save_to_is_no_success(folder) -> None:
     with EpochSaver(None) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5)

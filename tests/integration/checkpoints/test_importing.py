@@ -50,6 +50,17 @@ def test_weights_in_a_store(
         import_checkpoint(spec.model_copy(update={"url": f"{store.url}/none"}), target, "job")
 
 
+def test_the_name_of_a_file_may_be_escaped_in_its_url(
+    request: pytest.FixtureRequest, target: Store
+) -> None:
+    spec = make_spec("rgw", request)
+    store = open_store(spec)
+    put(store, "my runs/50% #1.safetensors", save(WEIGHTS))
+    for name in ("my%20runs/50%25%20%231.safetensors", "my runs/50%25 %231.safetensors"):
+        source = spec.model_copy(update={"url": f"{store.url}/{name}"})
+        assert import_checkpoint(source, target, "job").files == ("50% #1.safetensors",)
+
+
 @pytest.mark.parametrize("by_lfs", [False, True])
 def test_a_model_of_the_hub(
     by_lfs: bool,

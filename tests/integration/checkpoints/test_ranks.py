@@ -201,6 +201,18 @@ def test_another_checkpoint_of_the_step_is_not_taken_for_ones_own(folder):
         save(folder, 0, "second", world=1, value=2.0)
 
 
+def test_another_position_of_the_first_rank_is_a_conflict(folder):
+    def save_at(rank: int, attempt: str, sample: int) -> None:
+        with Saver(folder, "job", SMALL, ranks=Ranks(rank, 2, attempt)) as saver:
+            saver.save({"lr": 0.1}, step=1, position={"sample": sample}).result()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: save_at(rank, "first", 7 + rank), range(2)))
+    assert load(folder, "job").checkpoint.position == {"sample": 7}
+    with pytest.raises(errors.ConflictError, match="differs in position:"):
+        save_at(0, "second", 8)
+
+
 def test_retention_removes_the_shares_and_keeps_the_checkpoint(folder):
     save(folder, 0, world=1)
     rules = RetentionSettings(grace=timedelta(microseconds=-1))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_a_column_of_nulls_alone_is_written_as_json_only(tmp_path, field, sample
     assert report.samples == samples
     reasons = {row["reason"] for row in read_quarantine(settings)}
     assert reasons == (set() if samples else {"the column 'n' is null"})
+
+
+@pytest.mark.parametrize("columns", [{"json": "t", "txt": "k"}, None])
+def test_a_time_in_an_unknown_zone_costs_its_row_and_not_the_run(tmp_path, columns):
+    times = pa.array([[1], None, []], pa.list_(pa.timestamp("ms", tz="Mars/X")))
+    table = pa.table({"t": times, "k": ["a", "b", "c"]})
+    source = {"kind": "parquet", "columns": columns}
+    settings = make_settings(tmp_path, {"a.parquet": encode_table(table)}, source)
+    assert shard_dataset(settings).samples == 2
+    (row,) = read_quarantine(settings)
+    assert row["where"] == "a.parquet, row 0"
+    assert re.search("cannot be written: no time zone .*Mars/X", row["reason"])
 
 
 FORMATS = ["webdataset", "litdata", "mds", "parquet"]

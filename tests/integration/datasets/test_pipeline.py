@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import webdataset
 from click.testing import CliRunner
+from pyarrow import parquet as pq
 
 from millrace import deletion, errors, run_from_file
 from millrace.cli import main
@@ -843,6 +845,37 @@ def test_a_plan_is_shown_without_writing(settings, tmp_path):
     assert {partition.split for partition in plan.partitions} == {"train", "val"}
     assert sum(partition.source_range.size for partition in plan.partitions) == plan.source.size
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("holdout", "empty"), [(0.0, []), (0.2, []), (1e-5, ["val"]), (1e-9, ["val"])]
+)
+def test_a_split_without_samples_is_a_warning(settings, holdout, empty):
+    """The share of the source is shorter than a row, or than a byte."""
+    settings = changed(settings, sharding={"holdout": holdout}, execution={"workers": 0})
+    sentences = [
+        f"The split `{split}` has no samples: with `holdout: {holdout:g}`" for split in empty
+    ]
+    for _ in range(2):  # also by a later run, which finds the dataset complete
+        warnings = shard_dataset(settings).warnings
+        assert [one.partition(", it has no whole")[0] for one in warnings] == sentences
+    notes = preflight_dataset(settings)[1].notes
+    assert len(notes) == (holdout == 1e-9)  # otherwise only a read of the source shows it
+
+
+def test_a_split_for_which_no_row_is_left_is_a_warning(settings, tmp_path):
+    (tmp_path / "source/a.jsonl").unlink()
+    pq.write_table(pa.table({"id": [1], "text": ["x"]}), tmp_path / "source/a.parquet")
+    parts = {
+        "source": {"kind": "parquet"},
+        "sharding": {"holdout": 0.2},
+        "execution": {"workers": 0},
+    }
+    settings = changed(settings, **parts)
+    (note,) = preflight_dataset(settings)[1].notes
+    (warning,) = shard_dataset(settings).warnings
+    assert note == warning
+    assert warning.startswith("The split `train` has no samples: ")
 
 
 # webdataset leaves local files for the garbage collector to close.

@@ -16,11 +16,13 @@ from pydantic import SecretStr
 
 from blocks import Bucket, BucketRole, VastCredentials
 from examples.tiny_lm.begin import begin
+from flows.campaign import rent_workers
+from flows.campaign_plan import CampaignPlan
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
 from flows.release_machines import release_machines
 from flows.rent_machines import await_machines, rent_machines
-from millrace.errors import MachineError
+from millrace.errors import MachineError, UnavailableError, WorkerError
 from millrace.rentals import MachineSettings, RentalSettings, RentalTimeouts, VastAccount
 from millrace.storage import StoreSpec, open_store
 from millrace.testing.vast import VastServer
@@ -28,6 +30,11 @@ from tasks.renting import make_supervisor, require_ledger
 from tests.prefect_server import PATIENCE, PrefectServer, wait_until
 from tests.support.flows.campaigns import make_plan_settings, make_text
 from tests.support.flows.renting import RENT
+
+RENTED_WORKERS: dict[str, Any] = {
+    "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
+    "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT1S"},
+}  # fmt: skip
 
 
 def test_machines_are_rented_listed_and_released(
@@ -102,6 +109,44 @@ def test_machines_stay_rented_when_their_report_fails(
     assert vast.list_alive() == []
 
 
+@pytest.mark.parametrize("failing", ["release_rental", "report_rentals"])
+def test_a_campaign_goes_on_when_the_last_release_of_its_machines_fails(
+    prefect_api: PrefectServer,
+    vast: VastServer,
+    payer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: str,
+) -> None:
+    @task(name=failing)
+    def fail(*_: object, **__: object) -> None:
+        raise UnavailableError("There was no answer.")
+
+    monkeypatch.setattr(f"flows.release_machines.{failing}", fail)
+    store = (tmp_path / "store").as_uri()
+    settings = make_plan_settings("unreported", store, tmp_path, RENTED_WORKERS)
+    plan = CampaignPlan.model_validate(settings)
+    training = plan.make_campaign().training
+    assert training is not None
+    assert plan.rental is not None
+
+    @flow
+    def train(outcome: str) -> str:
+        with rent_workers(training, plan.rental):
+            assert len(vast.list_alive()) == 2
+            if outcome == "failed":
+                raise WorkerError("of the training")
+        return outcome
+
+    assert train("trained") == "trained"
+    assert "millrace machine release unreported" in caplog.text
+    assert "There was no answer." in caplog.text
+    with pytest.raises(WorkerError, match="of the training"):
+        train("failed")
+    assert vast.list_alive() == []
+
+
 @pytest.mark.soak
 def test_machines_are_rented_into_the_bucket_of_a_block(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
@@ -130,13 +175,9 @@ def test_a_campaign_that_is_hung_up_gives_back_however_often_it_is_interrupted(
     store = tmp_path / "store"
     make_text(tmp_path / "text")
     begin(open_store(store.as_uri()), "hung-up/first")
-    machines = {
-        "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
-        "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT1S"},
-    }  # fmt: skip
     plan = tmp_path / "campaign.yaml"
     plan.write_text(
-        json.dumps(make_plan_settings("hung-up", store.as_uri(), tmp_path / "text", machines))
+        json.dumps(make_plan_settings("hung-up", store.as_uri(), tmp_path / "text", RENTED_WORKERS))
     )
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -1,5 +1,7 @@
 """Summary of a campaign, from its committed records."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,9 +13,18 @@ from millrace.campaigns import (
     summarize_campaign,
 )
 from millrace.gradients import begin_run, select_weights
-from millrace.storage import Store, StoreSpec, list_objects
+from millrace.keys.rentals import MachineKeys
+from millrace.records import commit_once
+from millrace.rentals.destroy import record_release
+from millrace.rentals.life_signs import LifeSigns
+from millrace.rentals.messages import MachineHeartbeat
+from millrace.rentals.state import RentalState
+from millrace.rentals.takeover import list_own_attempts, take_over_machines
+from millrace.schemas.rental import ReleaseReason
+from millrace.storage import Store, StoreSpec, list_objects, put
 from tests.support.campaigns.training import MakeTraining
 from tests.support.campaigns.workers import finalize_dataset
+from tests.support.rentals.parts import FakeVast, make_attempt, make_context, make_settings
 
 
 def summarize(place: StoreSpec, training: Training | None = None) -> CampaignSummary:
@@ -38,6 +49,36 @@ def test_a_run_without_a_window_has_trained_nothing(
     found = summarize(place, training)
     assert (found.windows, found.gradients, found.sent_bytes, found.dense_bytes) == (0, 0, 0, 0)
     assert (found.losses, found.epoch_steps) == ({}, {})
+
+
+def test_machines_cost_a_campaign_as_much_as_their_owner(tmp_path: Path) -> None:
+    """A machine runs and claims much traffic, and another was released with such a claim."""
+    settings = make_settings(tmp_path, machines=2)  # a share of 5 dollars
+    context = make_context(settings, FakeVast(), [])
+    started = context.now()
+    for number, price in enumerate([0.0, 1.0]):
+        attempt = make_attempt(
+            number, instance_id=number, slot=number, dollars_per_hour=price, started_at=started
+        )
+        commit_once(context.store, context.keys.make_intent_key(number), attempt.intent)
+        commit_once(context.store, context.keys.make_contract_key(number), attempt.contract)
+    context.clock.sleep(3600)
+    record_release(
+        context.store, "fleet", attempt, ReleaseReason.REAPED, "over", 99.0, context.now()
+    )
+    beat = MachineHeartbeat(number=1, received=80 * 10**9)
+    heartbeat_key = MachineKeys(context.keys.make_machine_prefix(0)).heartbeat
+    put(context.store, heartbeat_key, beat.model_dump_json().encode())
+
+    state, signs = RentalState(2), LifeSigns(context.store, context.keys)
+    instances = [context.vast.add(0, dph_total=0.0)]
+    take_over_machines(context, state, list_own_attempts(context), instances, signs)
+    state.active[0].reports.refresh()
+    place = settings.store
+    found = summarize_campaign(Campaign("fleet", place, place, rentals={"fleet": settings.limits}))
+    assert found.machines == 2
+    assert found.dollars == pytest.approx(1.1 * 5 + 2.0 + 1.1 * 5)
+    assert state.compute_cost(context.now()) == pytest.approx(found.dollars)
 
 
 def test_a_campaign_has_a_lease_while_it_is_led(place: StoreSpec, store: Store) -> None:

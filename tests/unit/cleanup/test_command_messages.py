@@ -57,10 +57,14 @@ def test_a_price_is_a_number(price: str, folder: Path) -> None:
     assert "is no price" in run("usage", str(folder), "--price", price)
 
 
-@pytest.mark.parametrize("age", ["1h 30m", "1H"])
+@pytest.mark.parametrize("age", ["1h and 30m", "1H"])
 def test_a_duration_that_is_refused_is_shown_right(age: str, folder: Path) -> None:
     said = " ".join(run("list", str(folder), "--older-than", age).split())
-    assert "Small letters, and no spaces between several parts: 1h30m" in said
+    assert "or several such parts: 1h30m. Small letters only" in said
+
+
+def test_an_age_may_have_several_parts_with_spaces(folder: Path) -> None:
+    assert "0 objects" in run("list", str(folder), "--older-than", "1h 30m", code=0)
 
 
 @pytest.mark.parametrize(

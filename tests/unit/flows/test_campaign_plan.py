@@ -22,6 +22,7 @@ from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.cli.campaign import confirm_machines
 from millrace.errors import ConfigurationError, ConflictError
 from millrace.gradients import OuterOptimizer, RunSettings
+from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 from millrace.testing.process import REPOSITORY
 from tests.support.flows.campaigns import make_local_workers, make_plan_settings
@@ -128,7 +129,9 @@ def test_machines_that_shard_have_a_rental_of_their_own() -> None:
     plan = CampaignPlan.model_validate(make_plan_with_sharding_machines())
     assert plan.rental is None
     assert plan.sharding_rental == ("shard/small-text", "file:///x", "payer")
-    assert plan.make_campaign().sharding_rental == "shard/small-text"
+    assert plan.make_campaign().rentals == {
+        "shard/small-text": MoneyLimits(max_hourly=1, max_total=5, machines=1)
+    }
     parameters = run_campaign.validate_parameters({"plan": make_plan_with_sharding_machines()})
     assert find_campaign_sharding_rental(parameters) == plan.sharding_rental
     without = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())

@@ -1,6 +1,7 @@
 import os
 import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -238,3 +239,16 @@ def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_a
 def test_options_that_obstore_refuses_are_a_sentence(url, options, named, no_aws):
     with pytest.raises(errors.ConfigurationError, match=f"{named}.*Correct its `options`"):
         open_store(StoreSpec(url=url, options=options))
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_folder_that_cannot_be_there_is_a_sentence(make, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(errors.ConfigurationError, match="file is a file: write the URL of a fol"):
+        open_store((tmp_path / "file").as_uri(), make_folder=make)
+    kinds = errors.ConfigurationError if make else (errors.ConfigurationError, errors.NotFoundError)
+    for path in (tmp_path / "file/below", Path("/proc/millrace/refused"), tmp_path / ("x" * 300)):
+        with pytest.raises(kinds, match=r"cannot be|There is no folder") as error:
+            open_store(path.as_uri(), make_folder=make)
+        assert str(path)[:200] in str(error.value)
+        assert "Correct the URL" in str(error.value)

@@ -73,6 +73,15 @@ def test_an_invalid_argument_is_a_sentence(make: Make, options: dict[str, Any], 
         make(**options)
 
 
+def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make: Make) -> None:
+    """A tar has at least 1 KiB for each sample, so the buffer has a window of few samples."""
+    loaders = [make(format=name, buffer_bytes=8000) for name in ("mds", "webdataset")]
+    small, large = (loader.table.mean_size for loader in loaders)
+    assert small * sum(SIZES) < 8000 < large * sum(SIZES)
+    first, second = ([sample["__key__"] for sample in loader] for loader in loaders)
+    assert first == second
+
+
 def test_a_store_without_the_name_of_a_dataset_is_a_sentence(url: str) -> None:
     with pytest.raises(errors.ConfigurationError, match="names a store and no dataset"):
         ShardLoader(url)
@@ -173,6 +182,30 @@ def test_a_transform_that_fails_names_the_sample(make: Make) -> None:
     with pytest.raises(ZeroDivisionError) as error:
         list(make(transform=fail, shuffle=False))
     assert error.value.__notes__ == ["`transform` failed for the sample 'k0'."]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (5, "a int"), ("text", "a str"), ([5], "a int in place 0 of its results"),
+        ([{}, None], "None in place 1 of its results"),
+    ],
+)  # fmt: skip
+def test_a_transform_with_a_result_of_another_type_is_a_sentence(
+    make: Make, made: Any, said: str
+) -> None:
+    with pytest.raises(errors.ConfigurationError) as error:
+        list(make(transform=lambda _: made, shuffle=False))
+    assert str(error.value) == (
+        f"For the sample 'k0', `transform` returned {said}: return a dict, a list of dicts or None."
+    )
+
+
+@pytest.mark.parametrize("tokens", [5, "text", [[1, 2]]])
+def test_what_is_no_list_of_tokens_is_not_packed(make: Make, tokens: Any) -> None:
+    loader = make(transform=lambda _: {"tokens": tokens}, pack=2)
+    with pytest.raises(errors.ConfigurationError, match="`pack` needs a list of tokens in the fie"):
+        list(loader)
 
 
 def test_sequences_follow_each_other_and_have_the_ends_of_documents(make: Make) -> None:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tarfile
 import threading
+from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import webdataset
 from hypothesis import given, settings
@@ -156,6 +158,19 @@ def test_different_parts_have_different_keys(parts):
     assert len({make_part_key(key, number) for key, number in parts}) == len(parts)
 
 
+class Unreadable(Mapping[str, str]):
+    """Mapping of a library whose values cannot be read."""
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+    def __iter__(self):
+        return iter(["txt"])
+
+    def __len__(self):
+        return 1
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
@@ -164,6 +179,9 @@ def test_different_parts_have_different_keys(parts):
         ({}, "clean: a sample without fields cannot be written"),
         ({"__key__": "other", "txt": ""}, "clean changed __key__, which is made by Millrace"),
         ([{"txt": ""}, None], "clean returned None in place 1 of its results"),
+        ({"__key__": np.array([1, 2]), "txt": ""}, "clean changed __key__, which is made by Mil"),
+        (Unreadable(), "clean raised KeyError: 'txt'"),
+        ([Unreadable()], "clean raised KeyError: 'txt'"),
     ],
 )
 def test_a_result_that_is_no_sample_is_quarantined_with_a_sentence(result, reason):
