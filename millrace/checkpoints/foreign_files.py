@@ -1,8 +1,11 @@
 """Files of weights that other tools saved, in a folder, a store or the Hugging Face Hub."""
 
+import errno
 import hashlib
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +29,7 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 _FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 _HUB_URL = re.compile(r"(?P<repository>hf://[^/]*/[^/]*)/(?P<path>.*)")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_FILES = 10_000  # files of a folder: a model of a terabyte in files of 100 MB has as many
 
 
@@ -72,12 +76,15 @@ class ForeignFiles(Protocol):
         ...
 
     def fetch(self, key: str, folder: Path) -> Path:
-        """Return the path of a file on this machine, in the given folder if it was copied."""
+        """Copy a file into a folder of this machine, and return its path there."""
         ...
 
 
 class LocalForeignFiles:
-    """Files in a folder of this machine, which are read where they are."""
+    """Files in a folder of this machine.
+
+    They are copied, since a process that has mapped a file dies of SIGBUS if another one cuts it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,8 +114,28 @@ class LocalForeignFiles:
         return ForeignFolder(files, tuple(entry.name for entry in entries if entry.is_dir()))
 
     def fetch(self, key: str, folder: Path) -> Path:
-        """Return the path of a file."""
-        return self._folder / key
+        """Copy a file into a folder.
+
+        Raises:
+            ChangedError: The file was written meanwhile.
+            DeniedError: This process may not read the file.
+            NoSpaceError: The disk of the folder is full.
+        """
+        source, path = self._folder / key, folder / key.rpartition("/")[2]
+        with _explain_full_disk(folder, source):
+            try:
+                before = _find_version(source)
+                shutil.copyfile(source, path)
+                after = _find_version(source)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                raise errors.DeniedError(f"{source} cannot be read ({error.strerror}).") from error
+        if before != after:
+            raise errors.ChangedError(
+                f"{source} was written while it was copied: import it when no program writes it."
+            )
+        return path
 
 
 class StoredForeignFiles:
@@ -137,9 +164,13 @@ class StoredForeignFiles:
         return ForeignFolder(files, tuple(list_folders(self._store, prefix)))
 
     def fetch(self, key: str, folder: Path) -> Path:
-        """Copy a file into a folder."""
+        """Copy a file into a folder.
+
+        Raises:
+            NoSpaceError: The disk of the folder is full.
+        """
         path = folder / key.rpartition("/")[2]
-        with path.open("wb") as file:
+        with _explain_full_disk(folder, self._store.make_url(key)), path.open("wb") as file:
             for block in stream(self._store, key):
                 file.write(block)
         return path
@@ -177,9 +208,15 @@ class HubForeignFiles:
         return ForeignFolder(files, tuple(folders))
 
     def fetch(self, key: str, folder: Path) -> Path:
-        """Download a file into a folder, and verify the SHA-256 that the Hub lists."""
+        """Download a file into a folder, and verify the SHA-256 that the Hub lists.
+
+        Raises:
+            CorruptError: The file has another digest.
+            NoSpaceError: The disk of the folder is full.
+        """
         key = self._prefix + key
-        path: Path = self._client.download_file(key, self._head, folder)
+        with _explain_full_disk(folder, self._client.make_url(key)):
+            path: Path = self._client.download_file(key, self._head, folder)
         known = self._digests.get(key)
         if known is not None:
             with path.open("rb") as file:
@@ -243,3 +280,28 @@ def _open_hub(url: str) -> tuple[ForeignFiles, str]:
     if folder.endswith(_FILE_SUFFIXES):
         folder, _, name = folder.rpartition("/")
     return HubForeignFiles(spec, folder), name
+
+
+def _find_version(path: Path) -> tuple[int, int, int]:
+    """Return the inode and the size of a file, and the time when it was written."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _explain_full_disk(folder: Path, source: object) -> Generator[None]:
+    """Raise the error of a full disk with a sentence.
+
+    Raises:
+        NoSpaceError: The disk of the folder is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise errors.NoSpaceError(
+            f"{source} is copied to {folder.parent} before it is imported, where "
+            f"{shutil.disk_usage(folder).free:,} bytes are free. Free some, or set TMPDIR to a "
+            "folder with room for all files."
+        ) from error

@@ -1,7 +1,7 @@
 """Import of checkpoints that other tools saved: safetensors files, or files of ``torch.save``.
 
-The files are mapped into memory, so the memory is that of the files that are uploaded at once. No
-code of a file is executed.
+Copies of the files are mapped into memory, so the memory is that of the files that are uploaded at
+once. No code of a file is executed.
 """
 
 import mmap
@@ -29,9 +29,8 @@ from millrace.checkpoints.progress_events import ImportStarted
 from millrace.checkpoints.saving import Saver
 from millrace.checkpoints.settings import SaveSettings
 from millrace.hub.spec import HubSpec
-from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Store, StoreSpec, delete
+from millrace.storage import Store, StoreSpec
 from millrace.temporary_folders import make_temporary_folder
 from millrace.torchfile import (
     STATE_DICTS,
@@ -105,45 +104,30 @@ def import_checkpoint(
         NotFoundError: There are no weights.
         ConfigurationError: It is not clear which files to import, or a value cannot be saved.
         CorruptError: A file is damaged, or has another format.
-        ChangedError: A file was written while it was imported.
+        ChangedError: A file was written while it was copied.
+        NoSpaceError: The temporary folder has too little space for the files.
     """
     files, name = open_foreign_files(source)
     with make_temporary_folder("millrace-import-") as folder:
         selected = _select_files(files, name, step, folder)
         progress(ImportStarted(source=files.url, files=len(selected.keys), size=selected.size))
         state: dict[str, Any] = {}
-        versions: dict[Path, tuple[int, int]] = {}
         for key in selected.keys:
-            path, url = files.fetch(key, folder), f"{files.url}/{key}"
-            versions[path] = _find_version(path)
-            _merge(state, _read_file(url, path, only), url)
+            url = f"{files.url}/{key}"
+            _merge(state, _read_file(url, files.fetch(key, folder), only), url)
         _check_names(state, selected, files.url)
         if all(isinstance(value, torch.Tensor) for value in state.values()):
             state = {"model": state}
         step = selected.step if step is None else step
         only_file = f"/{selected.keys[0]}" if len(selected.keys) == 1 else ""
-        metadata = CheckpointKeys(job).make_metadata_key(step)
         there = find_checkpoint(store, job, step)  # with the same content, or a conflict
         position = there.position if there else None
         notes = there.notes if there else {"imported from": files.url + only_file}
         with Saver(store, job, settings, progress=progress) as saver:
             saving = saver.save(state, step=step, position=position, notes=notes, in_place=True)
             checkpoint = saving.result()
-        for path, version in versions.items():
-            if there is None and _find_version(path) != version:
-                delete(store, [metadata])
-                raise errors.ChangedError(
-                    f"{path} was written while it was imported, so step {step} of {job} was "
-                    "removed again: import it when no program writes it."
-                )
     tensors = len(checkpoint.tensors) - 1  # without the skeleton
     return ImportedCheckpoint(checkpoint, files.url, selected.keys, tensors)
-
-
-def _find_version(path: Path) -> tuple[int, int]:
-    """Return the size of a file and the time when it was written."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +322,6 @@ def _read_file(url: str, path: Path, only: str) -> dict[str, Any]:
     Raises:
         CorruptError: The file is damaged, or has another format.
         ConfigurationError: There is no value ``only``.
-        DeniedError: This process may not read the file.
     """
     try:
         with path.open("rb") as file:
@@ -356,8 +339,6 @@ def _read_file(url: str, path: Path, only: str) -> dict[str, Any]:
     except FormatError as error:
         hint = " Save it again with torch 1.6 or newer." if "archive" in str(error) else ""
         raise errors.CorruptError(f"{url} cannot be imported: {error}.{hint}") from error
-    except OSError as error:
-        raise errors.DeniedError(f"{path} cannot be read ({error.strerror}).") from error
     if not any(isinstance(value, torch.Tensor | dict) for value in found.values()):
         raise errors.CorruptError(f"{url} cannot be imported: it has no tensors.")
     return found

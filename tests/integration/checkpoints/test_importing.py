@@ -1,5 +1,7 @@
 """Import of checkpoints of other tools from stores and from the Hugging Face Hub."""
 
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,28 @@ def test_weights_in_a_store(
         assert all(torch.equal(state["model"][key], WEIGHTS[key]) for key in WEIGHTS)
     with pytest.raises(errors.NotFoundError, match=r"has no weights|no file or folder"):
         import_checkpoint(spec.model_copy(update={"url": f"{store.url}/none"}), target, "job")
+
+
+@pytest.mark.parametrize("kind", ["local", "rgw"])
+def test_a_full_temporary_folder_is_a_sentence(
+    kind: str,
+    request: pytest.FixtureRequest,
+    target: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = make_spec(kind, request)
+    put(open_store(spec), "model.safetensors", save({"w": torch.zeros(1 << 18)}))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        with pytest.raises(errors.NoSpaceError, match=f"to {disk} .* set TMPDIR to a folder"):
+            import_checkpoint(spec, target, "job")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_the_name_of_a_file_may_be_escaped_in_its_url(

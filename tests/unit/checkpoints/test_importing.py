@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -306,21 +307,38 @@ def test_a_part_of_the_weights_is_not_all(folder: Path, store: Store) -> None:
         import_and_load(folder, store)
 
 
-def test_a_file_that_is_written_meanwhile_is_not_imported(folder: Path, store: Store) -> None:
+def test_a_file_that_is_cut_after_its_copy_is_imported_as_it_was(
+    folder: Path, store: Store
+) -> None:
     path = folder / "last.ckpt"
     torch.save(make_tensors("a", "b"), path)
+    _, state = import_and_load(path, store)
 
-    def write(event: object) -> None:
+    def cut(event: object) -> None:
         if isinstance(event, PartStored):
-            path.write_bytes(path.read_bytes())
+            path.write_bytes(b"")
 
-    with pytest.raises(errors.ChangedError, match="step 0 of job was removed again"):
-        import_checkpoint(str(path), store, "job", settings=SMALL, progress=write)
+    import_checkpoint(str(path), store, "other", settings=SMALL, progress=cut)
+    assert path.read_bytes() == b""
+    assert_equal(load(store, "other").state, state)
+
+
+def test_a_file_that_is_written_while_it_is_copied_is_not_imported(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "last.ckpt"
+    torch.save(make_tensors("a", "b"), path)
+    copy = shutil.copyfile
+
+    def copy_and_write(source: Path, target: Path) -> None:
+        copy(source, target)
+        path.write_bytes(path.read_bytes()[:-1])
+
+    monkeypatch.setattr(shutil, "copyfile", copy_and_write)
+    with pytest.raises(errors.ChangedError, match="was written while it was copied"):
+        import_checkpoint(str(path), store, "job")
     with pytest.raises(errors.NotFoundError):
         load(store, "job")
-    _, state = import_and_load(path, store)
-    import_checkpoint(str(path), store, "job", settings=SMALL, progress=write)
-    assert_equal(load(store, "job").state, state)  # what was there before stays
 
 
 def test_unclear_and_missing_weights(folder: Path, store: Store) -> None:
