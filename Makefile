@@ -62,19 +62,22 @@ format: .venv/dev
 docs: .venv/dev
 	$(BIN)/python -m docs.generate
 
+# If a process of pytest dies, the run fails, and names the test. With a new process, it would hang.
+PYTEST := $(BIN)/python -m pytest --max-worker-restart 0
+
 # Tests write many small files. In memory, that takes a tenth less time, where there is room.
 unit test: export TMPDIR := $(or $(TMPDIR),$(shell df --output=avail /dev/shm 2>/dev/null | awk \
 	'END {print ($$1 > 8000000) ? "/dev/shm" : "/tmp"}'))
 
 unit: .venv/dev
-	$(BIN)/python -m pytest tests/unit --numprocesses 3
+	$(PYTEST) tests/unit --numprocesses 3
 
 servers:
 	@deployments/test-servers.sh
 
 test:
 	@$(MAKE) --no-print-directory --jobs 2 servers .venv/dev
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 60
+	$(PYTEST) --numprocesses 4 --dist loadgroup --no-loadscope-reorder --durations 60
 
 bench: .venv/dev
 	@deployments/test-servers.sh
@@ -99,6 +102,6 @@ bench: .venv/dev
 
 soak: .venv/dev
 	@deployments/test-servers.sh
-	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile random \
+	$(PYTEST) -m "soak or hypothesis" --hypothesis-profile random \
 		--numprocesses 2 --dist loadgroup --no-loadscope-reorder
 	$(BIN)/python -m tests.soak
