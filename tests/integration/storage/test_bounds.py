@@ -187,6 +187,8 @@ class Pages:
         ("2024-01-01T00:00:00Z", "yesterday"),
         ("2024-01-01T00:00:00Z", "2024-01-01T00:00:00"),
         ("</ListBucketResult>", ""),
+        ("ListBucketResult", "Error"),
+        ("<IsTruncated>false", "<IsTruncated>true"),  # without the token of the next page
     ],
 )
 def test_a_listing_of_nonsense_is_an_unavailable_store(right: str, wrong: str) -> None:

@@ -9,6 +9,7 @@ from millrace import errors
 from millrace.storage import Store, delete, list_folders, list_objects, open_store, read
 from millrace.testing.rgw import RGW
 from tests.stores import make_spec
+from tests.support.s3 import Refusal, serve_s3
 
 REFUSED = ["a//b", "/lead", "c\x01d", "line\nbreak", "x/../y", "./z", "del\x7f", "a+b//c d%", "l//"]
 GOOD = ["m/ok.txt", "a b+c%20.txt", "caf\u00e9/\u202f.png", "\U0001f468\u200d\U0001f469.txt"]
@@ -82,6 +83,13 @@ def test_pages_of_an_exact_listing_follow_each_other(store, rgw, monkeypatch):
     monkeypatch.setattr(boto3, "client", client)
     assert len(list(list_objects(store, exact=True))) == len(REFUSED) + len(GOOD)
     assert len(seen) == 5
+
+
+def test_an_error_in_a_successful_answer_is_no_empty_listing():
+    with serve_s3() as endpoint:
+        endpoint.refusals = [Refusal("GET", 200, "InternalError")]
+        assert list(list_objects(endpoint.open(), exact=True)) == []
+        assert len(endpoint.requests) == 2
 
 
 def test_keys_that_obstore_refuses_are_deleted_among_others(store):
