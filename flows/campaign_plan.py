@@ -184,13 +184,12 @@ class CampaignPlan(_PlanModel):
         if self.training is not None and dataset is not None:
             training = Training(self.name, dataset, self.training, read_store, write_store)
         rentals: dict[str, MoneyLimits] = {}
-        machines = self.training.machines if self.training else None
-        if self.training is not None and isinstance(machines, RentedWorkerSettings):
-            rentals[self.name] = machines.request.make_limits(self.training.workers)
-        if self.data is not None and self.data.machines is not None:
-            machines = self.data.machines
-            limits = machines.request.make_limits(machines.machines)
-            rentals[make_rental_name(self.data.dataset)] = limits
+        if self.training is not None and isinstance(self.training.machines, RentedWorkerSettings):
+            request = self.training.machines.request
+            rentals[self.name] = request.make_limits(self.training.workers)
+        if self.data is not None and (machines := self.data.machines) is not None:
+            name = make_rental_name(self.data.dataset)
+            rentals[name] = machines.request.make_limits(machines.machines)
         return Campaign(
             self.name, read_store, write_store, dataset, training, self.cleaning_rules,
             rentals,
