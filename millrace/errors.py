@@ -4,6 +4,11 @@ Each message has the problem, its location, and the remedy. Transient faults are
 happen, and become errors only when the retries end.
 """
 
+import errno
+
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of the system's errors of a full disk, and of a quota that is used up."""
+
 
 class MillraceError(Exception):
     """Base of all errors that Millrace raises on purpose."""

@@ -1,6 +1,5 @@
 """Files of weights that other tools saved, in a folder, a store or the Hugging Face Hub."""
 
-import errno
 import hashlib
 import re
 import shutil
@@ -29,7 +28,6 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 _FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 _HUB_URL = re.compile(r"(?P<repository>hf://[^/]*/[^/]*)/(?P<path>.*)")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_FILES = 10_000  # files of a folder: a model of a terabyte in files of 100 MB has as many
 
 
@@ -128,7 +126,7 @@ class LocalForeignFiles:
                 shutil.copyfile(source, path)
                 after = _find_version(source)
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in errors.FULL_DISK:
                     raise
                 raise errors.DeniedError(f"{source} cannot be read ({error.strerror}).") from error
         if before != after:
@@ -298,7 +296,7 @@ def _explain_full_disk(folder: Path, source: object) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in errors.FULL_DISK:
             raise
         raise errors.NoSpaceError(
             f"{source} is copied to {folder.parent} before it is imported, where "

@@ -353,7 +353,7 @@ def _translate_file_error(
 ) -> errors.MillraceError | None:
     """Return the error of a file or a folder that another try cannot mend; None for others."""
     number, text = _parse_errno(error), errors.format_error(error)
-    if number in {errno.ENOSPC, errno.EDQUOT}:
+    if number in errors.FULL_DISK:
         return _make_no_space_error(store, where, error)
     if number in _NO_FILE and not _MAKES_FILE.search(text):
         return errors.NotFoundError(f"There is no {where}.")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.errors import ConfigurationError, CorruptError, NoSpaceError
+from millrace.errors import FULL_DISK, ConfigurationError, CorruptError, NoSpaceError
 from millrace.swarm.cache_index import is_unchanged
 from millrace.swarm.catalogue import Catalogue, File
 from millrace.swarm.journal import compute_object_id
@@ -106,7 +106,7 @@ class Targets:
         try:
             os.posix_fallocate(descriptor, 0, target.file.size)
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if error.errno not in FULL_DISK:
                 raise
             raise NoSpaceError(
                 f"The disk has no space for the {target.file.size} bytes of {target.partial} "

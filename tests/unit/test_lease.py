@@ -110,7 +110,7 @@ def test_a_neighbour_that_died_is_followed_at_once(store, clock):
 
 
 def test_a_live_process_that_the_system_hides_is_not_known_dead(monkeypatch):
-    """As those of other users are with `hidepid`."""
+    """With `hidepid`, /proc hides the processes of other users."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         live = Holder.describe_this_process()
         hidden = live.model_copy(update={"pid": child.pid, "started": read_start_time(child.pid)})

@@ -9,7 +9,6 @@ size, inode and time. Without a mark of this boot, as after a crash, the file is
 used. The lock's time of modification is the last use. So there is no index, and no flush to disk.
 """
 
-import errno
 import fcntl
 import json
 import logging
@@ -26,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from millrace.digest import check_digest, compute_digest, compute_file_digest, get_algorithm
-from millrace.errors import ConfigurationError
+from millrace.errors import FULL_DISK, ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ Download = Callable[[int], object]
 
 _MAX_MARK = 4096  # bytes
 _MAX_TRIES = 8  # of a file that others remove again and again
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class LentFile:
@@ -226,7 +224,7 @@ class DiskCache:
             _write_mark(lock, self._files / name)
         except BaseException as error:
             part.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL_DISK:
                 self._warn(error)
                 return False
             raise
@@ -250,7 +248,7 @@ class DiskCache:
                         if size:
                             os.posix_fallocate(file, 0, size)
                     except OSError as error:
-                        if error.errno not in _FULL or not entries:
+                        if error.errno not in FULL_DISK or not entries:
                             raise
                     else:
                         return file
