@@ -17,6 +17,7 @@ def copy_bucket(
     destination: BucketLocation,
     prefix: str = "",
     pattern: str = "*",
+    exclude: list[str] = [],  # noqa: B006 - Prefect draws it
     overwrite: bool = False,  # noqa: FBT001, FBT002 - Prefect passes it by name
     dry_run: bool = False,  # noqa: FBT001, FBT002
 ) -> CopyResult:
@@ -30,13 +31,14 @@ def copy_bucket(
         destination: A Millrace Bucket block with write credentials, its name, or a URL.
         prefix: Text that the keys begin with.
         pattern: Pattern of the keys, such as `runs/*.pt`. `*` matches slashes, too.
+        exclude: Patterns of keys that are not copied, such as `*.tmp`.
         overwrite: Replace objects at the destination that differ.
         dry_run: Only compare the buckets.
     """
     here, there = make_store_spec(source, Right.READ), make_store_spec(destination, Right.WRITE)
     if not dry_run:
         check_right(destination, Right.WRITE)
-    objects = ObjectFilter(prefix=prefix, pattern=pattern)
+    objects = ObjectFilter(prefix=prefix, pattern=pattern, exclude=tuple(exclude))
     found = copy_bucket_objects(here, there, objects, overwrite=overwrite, dry_run=dry_run)
     report_copied_objects(found, dry_run=dry_run)
     if not dry_run:

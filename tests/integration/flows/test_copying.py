@@ -51,6 +51,9 @@ def test_a_bucket_is_copied_and_what_differs_fails_the_run(
     done = prefect_api.call(copy_bucket, source=given["source"], destination=folder, dry_run=True)
     assert done.code == 0, done.output
     assert not (tmp_path / "backup").exists()
-    done = prefect_api.call(copy_bucket, source=given["source"], destination=folder)
+    whole = {"source": given["source"], "destination": folder}
+    done = prefect_api.call(copy_bucket, **whole, exclude=["oth*", "*/1.pt"])
     assert done.code == 0, done.output
     assert read(open_store(folder), "runs/2.pt") == b"2"
+    assert sorted(one.name for one in (tmp_path / "backup").rglob("*.*")) == ["0.pt", "2.pt"]
+    assert not (tmp_path / "backup/other").exists()
