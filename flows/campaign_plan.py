@@ -19,6 +19,7 @@ from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
+from millrace.keys.rentals import check_rental_name
 from millrace.rented_sharding import make_rental_name
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import Right
@@ -143,6 +144,9 @@ class CampaignPlan(_PlanModel):
                 raise ValueError("`publish` takes either `bucket` or `hub`: name one")
         if self.data is None and self.training is not None:
             raise ValueError("name the dataset that is trained on")
+        for rental in (self.rental, self.sharding_rental):
+            if rental is not None:
+                check_rental_name(rental[0])
         return self
 
     @property

@@ -144,6 +144,16 @@ def test_machines_that_shard_need_a_source() -> None:
         CampaignPlan.model_validate(make_plan_with_sharding_machines(source=None))
 
 
+def test_a_plan_whose_rental_would_be_refused_is_refused() -> None:
+    plan = make_plan_settings("all/000000", "file:///x", Path("/"), make_local_workers())
+    assert CampaignPlan.model_validate(plan).rental is None
+    plan["training"]["machines"] = SHARDING_MACHINES | {"kind": "rented"}
+    with pytest.raises(ConfigurationError, match="'all/000000' has the part '000000'"):
+        CampaignPlan.model_validate(plan)
+    with pytest.raises(ConfigurationError, match="'shard/000001' has the part '000001'"):
+        CampaignPlan.model_validate(make_plan_with_sharding_machines(dataset="000001"))
+
+
 @pytest.mark.parametrize(
     ("workers", "sharding", "said"),
     [
