@@ -31,7 +31,8 @@ from millrace.storage.etags import (
     find_part_size,
     parse_etag,
 )
-from millrace.storage.folders import check_file_key, write_file
+from millrace.storage.file_writer import write_file
+from millrace.storage.folders import check_file_key
 from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
 from millrace.storage.object_keys import find_segment_fault
 from millrace.storage.retry import call_with_retries

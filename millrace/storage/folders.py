@@ -1,4 +1,4 @@
-"""Files of a folder that are no objects of it, and whole files that replace no other one.
+"""Files of a folder that are no objects of it, and keys that a folder cannot have.
 
 obstore neither lists nor writes files whose names end in ``#`` and digits, since its own partial
 files have such names. Partial files of `write_file` have them, too, so no listing shows them.
@@ -7,23 +7,19 @@ files have such names. Partial files of `write_file` have them, too, so no listi
 import fcntl
 import os
 import re
-import secrets
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
 
 from millrace import errors
+from millrace.storage.file_writer import MAX_NAME, PARTIAL_NAME
 from millrace.storage.open import Backend, Store
 from millrace.storage.retry import translate_error
 from millrace.storage.write import LinkFinder, UnfinishedUpload, list_uploads
 
 _HIDDEN = re.compile(r".*#[0-9]+", re.DOTALL)
-_PARTIAL_MARK = "#5710031"
-_PARTIAL = re.compile(rf".*{_PARTIAL_MARK}[0-9]{{13}}", re.DOTALL)
-_MAX_NAME = 255  # bytes of the name of a file
 
 
 class UnlistedReason(StrEnum):
@@ -85,7 +81,7 @@ def list_unlisted(store: Store, prefix: str = "") -> Iterator[UnlistedEntry]:
 def _find_reason(entry: "os.DirEntry[str]") -> UnlistedReason | None:
     """Return the reason for which an entry is not listed; None if it is an object or partial."""
     if entry.is_file():
-        is_hidden = _HIDDEN.fullmatch(entry.name) and not _PARTIAL.fullmatch(entry.name)
+        is_hidden = _HIDDEN.fullmatch(entry.name) and not PARTIAL_NAME.fullmatch(entry.name)
         return UnlistedReason.NAME if is_hidden else None
     if not entry.is_symlink():
         return UnlistedReason.SPECIAL
@@ -108,8 +104,8 @@ def check_file_key(store: Store, key: str) -> None:
     reason = ""
     if _HIDDEN.fullmatch(path.name):
         reason = f"since {UnlistedReason.NAME}"
-    elif any(len(os.fsencode(name)) > _MAX_NAME for name in key.split("/")):
-        reason = f"since a name has more than {_MAX_NAME} bytes"
+    elif any(len(os.fsencode(name)) > MAX_NAME for name in key.split("/")):
+        reason = f"since a name has more than {MAX_NAME} bytes"
     elif LinkFinder(store).is_linked(key):
         reason = "since a folder of its path is a link, which may lead anywhere"
     elif os.path.lexists(path) and not path.is_file():
@@ -125,76 +121,9 @@ def check_file_key(store: Store, key: str) -> None:
         )
 
 
-@contextmanager
-def write_file(store: Store, key: str, *, overwrite: bool) -> Generator[BinaryIO]:
-    """Open the file of a new object. The object appears when the block ends without an error.
-
-    A killed process leaves a partial file, which `is_partial_file` knows by its name. The process
-    has locked it while it lived, so `remove_partial_files` finds out that it is dead.
-
-    Args:
-        store: Folder to write to.
-        key: Key that `check_file_key` has accepted.
-        overwrite: Whether to replace a file that is there. If not, a file that another process
-            has written meanwhile stays. On a file system without hard links, this is only looked
-            up just before.
-
-    Raises:
-        ExistsError: There is a file, and ``overwrite`` is false.
-        DeniedError: The folder cannot be written.
-        NoSpaceError: The disk is full.
-    """
-    path = Path(store.location.bucket, key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial, file = _open_partial_file(path)
-        try:
-            with file:
-                yield file
-                file.flush()
-                if not overwrite:
-                    _link(partial, path)
-                else:
-                    partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise translate_error(error, store, key) from error
-
-
-def _open_partial_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Return a new, locked partial file, and its path."""
-    while True:
-        mark = f"{_PARTIAL_MARK}{secrets.randbelow(10**13):013}"
-        name = os.fsencode(path.name)[: _MAX_NAME - len(mark)].decode(errors="ignore")
-        partial = path.with_name(f"{name}{mark}")
-        file = partial.open("xb")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if partial.exists():  # otherwise another process has removed it before it was locked
-            return partial, file
-        file.close()
-
-
-def _link(partial: Path, path: Path) -> None:
-    """Give a file its name, unless there is a file of this name.
-
-    Raises:
-        FileExistsError: There is one.
-    """
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links here
-        if os.path.lexists(path):
-            raise FileExistsError(f"{path} already exists") from None
-        partial.replace(path)
-
-
 def is_partial_file(upload: UnfinishedUpload) -> bool:
     """Decide whether an unfinished upload is a partial file of `write_file`."""
-    return _PARTIAL.fullmatch(Path(upload.id).name) is not None
+    return PARTIAL_NAME.fullmatch(Path(upload.id).name) is not None
 
 
 def remove_partial_files(store: Store, prefix: str) -> None:

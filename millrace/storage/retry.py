@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -370,6 +371,28 @@ def _translate_file_error(
     found = _FILE.search(text)
     message = f"{clean_text(found[1] if found else where)}: {os.strerror(number or 0)}. {remedy}"
     is_refused = remedy == _CORRECT_PERMISSIONS and _CHANGES_FOLDER.search(text)
+    return errors.DeniedError(message) if is_refused else errors.ConfigurationError(message)
+
+
+def translate_write_error(error: OSError, store: Store, key: str) -> errors.MillraceError:
+    """Return Millrace's error for a file that cannot be written, with what is in its way.
+
+    Args:
+        error: Error of the operating system.
+        store: Folder of the file.
+        key: Key of the file.
+    """
+    path = Path(store.location.bucket, key)
+    folders = {str(one) for one in path.parents}
+    number = error.errno or 0
+    if number == errno.EEXIST and error.filename in folders:  # a file where a folder is needed
+        number = errno.ENOTDIR
+    remedy = _FILE_REMEDIES.get(number)
+    if remedy is None:
+        return translate_error(error, store, key)
+    named = error.filename if error.filename in folders else str(path)
+    message = f"{clean_text(named)}: {os.strerror(number)}. {remedy}"
+    is_refused = remedy == _CORRECT_PERMISSIONS
     return errors.DeniedError(message) if is_refused else errors.ConfigurationError(message)
 
 

@@ -13,6 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.file_writer import write_file
 from millrace.storage.object_keys import (
     check_key,
     find_key_fault,
@@ -177,7 +178,7 @@ def open_writer(
     The object appears when the block ends. If the block raises, no object appears. Parts have
     equal sizes, as R2 demands. The store checks each part: against a CRC-64/NVME if an earlier
     upload has shown that it does, and against a signed SHA-256 otherwise. Memory is about
-    ``part_size * (concurrency + 1)``.
+    ``part_size * (concurrency + 1)``. A file of a folder is written as by `write_file`.
 
     Args:
         store: Store to write to.
@@ -191,6 +192,10 @@ def open_writer(
     """
     check_key(store, key)
     require_client(store)
+    if store.location.backend is Backend.FILE:
+        with write_file(store, key, overwrite=True) as file:
+            yield file
+        return
     raw = open_with_crc(store) if can_sign(store) and has_crc_check(store) else store.retrying
     writer = obstore.open_writer(
         raw, key, buffer_size=part_size, max_concurrency=concurrency, attributes=attributes

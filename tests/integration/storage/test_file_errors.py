@@ -93,6 +93,23 @@ def test_a_file_that_cannot_be_deleted_is_a_failure(folder: Path) -> None:
     assert not exists(store, "b")
 
 
+def test_a_stream_that_fails_removes_its_own_partial_file_and_no_other(folder: Path) -> None:
+    store = open_store(str(folder))
+    (folder / "invoice#12").write_bytes(b"of a person")
+
+    def fail() -> None:
+        with open_writer(store, "invoice") as writer:
+            writer.write(b"1")
+            raise ValueError("enough")
+
+    with open_writer(store, "invoice") as other:
+        other.write(b"2")
+        with pytest.raises(ValueError, match="enough"):
+            fail()
+    assert read(store, "invoice") == b"2"
+    assert sorted(one.name for one in folder.iterdir()) == ["invoice", "invoice#12"]
+
+
 def test_a_file_where_a_key_needs_a_folder_is_no_object(folder: Path) -> None:
     store = open_store(str(folder))
     put(store, "whole", b"1")
