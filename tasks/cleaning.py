@@ -253,6 +253,7 @@ def describe_plan(plan: CleanupPlan, keys: list[tuple[str, int]]) -> Markdown:
         _tabulate_rules(plan.header.rules, plan.totals.objects, plan.totals.size),
         _tabulate_junk(plan.totals.junk),
         _tabulate_kept(plan.totals.kept),
+        _list_unmatched_pins(plan.totals.unmatched_pins),
         format_table(("Object", ">Size"), rows) if rows else Markdown(),
         format_markdown(
             "Execute this very plan with `plan` = {} and `dry_run` off.", format_code(plan.name)
@@ -289,6 +290,7 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
         _tabulate_rules(plan.header.rules, done.objects, done.size),
         _tabulate_junk(done.junk),
         _tabulate_kept({**plan.totals.kept, **done.skipped}),
+        _list_unmatched_pins(plan.totals.unmatched_pins),
         gone if done.missing else Markdown(),
         tabulate_failures(done.failures),
         given_up if done.has_given_up else Markdown(),
@@ -342,6 +344,12 @@ def _tabulate_rules(
 def _tabulate_kept(kept: Mapping[str, int]) -> Markdown:
     rows = [(why, f"{number:,}") for why, number in sorted(kept.items())]
     columns = ("Objects that stay although a rule selects them, because", ">Objects")
+    return format_table(columns, rows, SHOWN_ROWS) if rows else Markdown()
+
+
+def _list_unmatched_pins(pins: Sequence[str]) -> Markdown:
+    rows = [(format_code(pin),) for pin in pins]
+    columns = ("Pin that protects nothing, as there is no object of its name",)
     return format_table(columns, rows, SHOWN_ROWS) if rows else Markdown()
 
 

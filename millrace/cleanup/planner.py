@@ -10,7 +10,12 @@ from millrace.cleanup.checkpoint_planner import CheckpointPlanner
 from millrace.cleanup.dataset_planner import DatasetPlanner
 from millrace.cleanup.plans import CleanupPlan, PlanEntry, PlanHeader, PlanTally, write_plan
 from millrace.cleanup.progress_events import ObjectsListed
-from millrace.cleanup.protection import BucketSurvey, ProtectionPolicy, read_store_clock
+from millrace.cleanup.protection import (
+    BucketSurvey,
+    ProtectionPolicy,
+    find_unmatched_pins,
+    read_store_clock,
+)
 from millrace.cleanup.rule_matching import RuleMatcher
 from millrace.cleanup.rules import CleanupKind, CleanupSettings, Rule
 from millrace.errors import ConfigurationError
@@ -47,7 +52,7 @@ def make_plan(settings: CleanupSettings, *, progress: Progress = ignore_event) -
     protection = ProtectionPolicy([store, *related_stores], settings.pins, settings.check, clock)
     planner = Planner(store, settings.expanded_rules, protection, now, settings.check)
     planner.survey_stores(related_stores)
-    tally = PlanTally()
+    tally = PlanTally(unmatched_pins=find_unmatched_pins(store, settings.pins))
     header = PlanHeader(
         store=store.url, created_at=now, related_stores=tuple(one.url for one in related_stores),
         rules=settings.expanded_rules, pins=settings.pins, check=settings.check,

@@ -79,6 +79,7 @@ class PlanTotals(BaseModel):
         size: Bytes to delete, by the index of the rule.
         kept: Number of protected objects that a rule would take, by the reason.
         junk: Junk of each worker, the largest first, 1,000 workers at most.
+        unmatched_pins: Pins that are neither the key of an object nor a folder with objects.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,6 +88,7 @@ class PlanTotals(BaseModel):
     size: dict[int, int]
     kept: dict[str, int]
     junk: tuple[WorkerJunk, ...] = ()
+    unmatched_pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class PlanTally:
     objects: Counter[int] = field(default_factory=Counter[int])
     size: Counter[int] = field(default_factory=Counter[int])
     kept: Counter[str] = field(default_factory=Counter[str])
+    unmatched_pins: tuple[str, ...] = ()
     _junk_by_worker: dict[tuple[str, str], WorkerJunk] = field(
         default_factory=dict[tuple[str, str], WorkerJunk]
     )
@@ -187,6 +190,7 @@ class PlanTally:
             size=dict(self.size),
             kept=dict(self.kept),
             junk=self.summarize_junk(),
+            unmatched_pins=self.unmatched_pins,
         )
 
 

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,7 +23,7 @@ from millrace.lease import Census, Holder, StoreClock
 from millrace.records import fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import Stat, Store, list_objects, read
+from millrace.storage import Backend, Stat, Store, list_objects, read
 
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
 _MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggregator's job
@@ -233,6 +234,29 @@ class ProtectionPolicy:
         if classified.kind is not ObjectKind.UPDATE and classified.number >= head.window:
             return f"{classified.scope} goes on from window {head.window}, its newest checkpoint"
         return ""
+
+
+def find_unmatched_pins(store: Store, pins: Sequence[str]) -> tuple[str, ...]:
+    """Return the pins that are neither the key of an object nor a folder with objects.
+
+    Such a pin may be mistyped. At most two requests for each pin.
+    """
+    return tuple(
+        pin
+        for pin in pins
+        if not _begins_any_key(store, f"{pin.rstrip('/')}/") and not _is_key(store, pin)
+    )
+
+
+def _begins_any_key(store: Store, prefix: str) -> bool:
+    return next(list_objects(store, prefix, exact=True), None) is not None
+
+
+def _is_key(store: Store, text: str) -> bool:
+    if store.location.backend is Backend.FILE:
+        return not text.endswith("/") and Path(store.location.bucket, text).is_file()
+    first = next(list_objects(store, text, exact=True), None)  # buckets list by key
+    return first is not None and first.key == text
 
 
 def _find_open_machines(store: Store) -> dict[str, str]:

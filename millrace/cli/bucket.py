@@ -449,6 +449,7 @@ def clean(
     totals = plan.totals
     _show_rules(plan.header.rules, totals.objects, totals.size, totals.kept)
     _show_junk(totals.junk)
+    _show_unmatched_pins(totals.unmatched_pins)
     count = f"{format_count(plan.objects, 'object')}, {format_size(plan.size)}"
     echo(f"Plan {plan.name}: {count}.")
     _show_unlisted(objects.list_unlisted(open_store(settings.store, make_folder=False)))
@@ -664,6 +665,11 @@ def _show_rules(
     make_console().print(table)
     for reason, count in sorted(kept.items()):
         echo(f"{count} stay: {reason}")
+
+
+def _show_unmatched_pins(pins: "Sequence[str]") -> None:
+    for pin in pins:
+        echo(f"The pin {clean_text(pin)} protects nothing: there is no object of its name.")
 
 
 def _show_junk(junk: "Sequence[WorkerJunk]") -> None:

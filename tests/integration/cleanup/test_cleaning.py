@@ -214,6 +214,11 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     with open_plan(place.store, plan.name) as (_, entries):
         found = {entry.stat.key: entry.rule_index for entry in entries}
     assert found == expected
+    assert plan.totals.unmatched_pins == tuple(
+        pin
+        for pin in pinned
+        if not any(f"{thing.key}/".startswith(f"{pin.rstrip('/')}/") for thing in things)
+    )
     assert plan.objects == len(expected)
     assert plan.size == sum(thing.size for thing in things if thing.key in expected)
     done = execute(config, plan.name)

@@ -50,6 +50,7 @@ from millrace.storage import (
     put,
     read,
 )
+from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.testing.credentials import make_credentials
 from millrace.testing.key import Key
 from millrace.testing.process import find_free_ports
@@ -370,13 +371,14 @@ def test_the_command_shows_the_very_plan_that_it_executes(folder, tmp_path):
         folder.put_gradient("run", "w1", window, "0.2.1", 100)
     file = tmp_path / "clean.yaml"
     file.write_text(
-        f"store: {{url: '{folder.store.url}'}}\n"
+        f"store: {{url: '{folder.store.url}'}}\npins: [runs/paper]\n"
         "rules:\n  - {kinds: [gradients], older_than: 2d, keep_last: 1}\n"
         "  - {preset: clean_versions, current_version: 0.2.1}\n"
     )
     told = CliRunner().invoke(main, ["bucket", "clean", str(file), "--keys", "--dry-run"])
     assert told.exit_code == 0, told.output
     assert "run/w1/gradient-000000000-w1-v0.2.1.safetensors  8 bytes  rule 1" in told.output
+    assert "The pin runs/paper protects nothing: there is no object of its name." in told.output
     name = re.search(r"--plan (\S+)", told.output)
     assert name is not None
     assert len(keys_of(folder)) == 5
@@ -496,6 +498,26 @@ def test_a_pin_holds_what_is_below_it(folder):
         assert planned(config_of(folder, pins=(pin,))) == {other}
     with pytest.raises(ValidationError):
         config_of(folder, pins=("/run",))
+
+
+def test_a_pin_of_no_object_is_named(place):
+    odd = "other//odd" if place.store.is_s3_compatible else "other/odd"
+    if place.store.is_s3_compatible:
+        make_boto3_client(place.store).put_object(
+            Bucket=place.store.location.bucket, Key=make_full_key(place.store, odd), Body=b"1"
+        )
+    else:
+        put(place.store, odd, b"1")
+    put(place.store, "run/a-1", b"1")
+    wrong = ("runs/", "run/a", "run/a-1/", "ru", "other/odd/odd")
+    pins = ("run", "run/", "run/a-1", odd, *wrong)
+    plan = make_plan(config_of(place, pins=pins))
+    assert plan.totals.unmatched_pins == wrong
+    done = execute(config_of(place), plan.name)
+    for text in (describe_plan(plan, []), describe_cleaning(plan, done)):
+        assert "Pin that protects nothing" in text
+        assert "`run/a`" in text
+        assert "`run/a-1`" not in text
 
 
 def many(place: BucketBuilder, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR0911 - one for each kind
