@@ -28,6 +28,7 @@ _URL = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
+_PUBLIC_HUB = "https://huggingface.co"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ABOUT = {".gitattributes", "README.md"}  # files about a repository, which have no samples
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -111,7 +112,7 @@ class HubFiles:
             }
         )
         # A mirror of the Hub may be in a private network. The public Hub leads to no such address.
-        return HttpFiles(spec, (), allow_private=self._endpoint != constants.ENDPOINT)
+        return HttpFiles(spec, (), allow_private=self._endpoint != _PUBLIC_HUB)
 
     @property
     def url(self) -> str:

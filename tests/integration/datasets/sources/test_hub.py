@@ -2,7 +2,10 @@
 
 import gzip
 import io
+import os
 import re
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from dataclasses import replace
@@ -141,6 +144,29 @@ def test_lines_and_files_are_read_too_and_lfs_is_verified(hub, tmp_path, monkeyp
         files.read(replace(file, etag="0" * 64))
     with pytest.raises(errors.ChangedError, match="is gone"):
         files.read(replace(file, path="other.bin"))
+
+
+def test_a_mirror_of_the_environment_may_be_in_a_private_network(hub, tmp_path):
+    """huggingface_hub takes `HF_ENDPOINT` for its default when it is imported."""
+    repo, texts = hub.make_repo(dataset=True), make_texts(200)
+    commit(hub, repo, a_txt="\n".join(texts).encode())
+    code = (
+        "import sys\n"
+        "from millrace.datasets.sources import open_files\n"
+        "from millrace.storage import StoreSpec\n"
+        "files = open_files(StoreSpec(url=sys.argv[1]))\n"
+        "print(files.read(files.find('a.txt')).decode(), end='')\n"
+    )
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": READER,
+        "HF_HOME": str(tmp_path / "home"),
+    }  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", code, f"hf://datasets/{repo}"],
+        capture_output=True, text=True, env=environment, check=False, timeout=300,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-4000:]
+    assert child.stdout.splitlines() == texts
 
 
 def test_a_wrong_token_name_or_url_is_a_sentence(hub):
