@@ -4,6 +4,7 @@ Listings of objects do not show them. Only S3 is supported: R2, folders and memo
 version of an object, and GCS deletes older versions by a lifecycle rule.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 _BATCH = 1000  # versions per request: the limit of S3
+_NEVER_VERSIONED = re.compile(
+    rb"\s*(<\?xml[^>]*>)?\s*"
+    rb"<VersioningConfiguration(\s[^>]*)?(/>|>\s*</VersioningConfiguration>)\s*"
+)  # the configuration of a bucket whose versions were never switched on is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +64,14 @@ class VersionCount:
 def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
     """Yield older versions and delete markers below a prefix, with a page of 1,000 in memory.
 
-    The current version of an object is left out: `list_objects` lists it.
+    The current version of an object is left out: `list_objects` lists it. Nothing is listed if the
+    bucket never had versions.
 
     Raises:
         DeniedError: The credentials may not list versions.
         UnavailableError: The store failed for longer than its time budget.
     """
-    if store.location.backend is not Backend.S3:
+    if store.location.backend is not Backend.S3 or not _may_have_versions(store):
         return
     bucket, root = store.location.bucket, make_full_key(store, "")
     key_marker = id_marker = ""
@@ -99,6 +105,35 @@ def list_versions(store: Store, prefix: str = "") -> Iterator[ObjectVersion]:
             return
         key_marker = page.get("NextKeyMarker", "")
         id_marker = page.get("NextVersionIdMarker", "")
+
+
+def _may_have_versions(store: Store) -> bool:
+    """Decide whether a bucket may have versions: it had none if they were never switched on.
+
+    A store may refuse the question, or ignore it and list its objects. Then the answer is true.
+
+    Raises:
+        UnavailableError: The store failed for longer than its time budget.
+    """
+    client = make_boto3_client(store, max_attempts=1)
+    client.meta.events.register("before-parse.s3.GetBucketVersioning", _keep_body)
+
+    def ask(client: "S3Client") -> dict[str, Any]:
+        return dict(client.get_bucket_versioning(Bucket=store.location.bucket))
+
+    try:
+        answer = call_boto3(store, "", ask, client=client)
+    except errors.UnavailableError:
+        raise
+    except errors.MillraceError:
+        return True
+    return _NEVER_VERSIONED.fullmatch(answer["Body"]) is None
+
+
+def _keep_body(
+    response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object
+) -> None:
+    customized_response_dict["Body"] = response_dict["body"]
 
 
 def count_versions(store: Store, prefix: str = "") -> VersionCount:

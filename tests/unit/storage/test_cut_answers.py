@@ -166,7 +166,8 @@ def test_a_damaged_answer_is_requested_again(server: Server, verb: str, damage: 
     server.body, call, expected = VERBS[verb]
     server.damage = damage
     assert call(open_server(server)) == expected
-    assert (server.requests, server.damaged) == (2, 0)
+    others = verb == "versions"  # it first asks whether there may be any
+    assert (server.requests, server.damaged) == (2 + others, 0)
 
 
 @pytest.mark.parametrize("damage", [Damage.EMPTY, Damage.CUT, Damage.STALL])
@@ -182,3 +183,25 @@ def test_answers_that_are_always_damaged_are_given_up(server: Server, damage: Da
     store = open_server(server, timedelta(milliseconds=300))
     with pytest.raises(errors.UnavailableError, match=r"given up after \d+ tries"):
         list(list_versions(store))
+
+
+NEVER = b"<VersioningConfiguration xmlns='http://s3.amazonaws.com/doc/2006-03-01/'%b"
+
+
+@pytest.mark.parametrize(
+    ("answer", "requests"),
+    [
+        (NEVER % b"/>", 1),
+        (b"<?xml version='1.0'?>\n" + NEVER % b"></VersioningConfiguration>", 1),
+        (NEVER % b"><Status>Suspended</Status></VersioningConfiguration>", 2),
+        (VERSIONS, 2),
+        (OBJECTS, 2),
+    ],
+    ids=["empty", "empty, with an end", "suspended", "versions", "objects"],
+)
+def test_versions_are_listed_unless_the_bucket_surely_never_had_any(
+    server: Server, answer: bytes, requests: int
+) -> None:
+    server.body, server.damaged = answer, 0
+    found = [one.key for one in list_versions(open_server(server))]
+    assert (found, server.requests) == (["a"] if answer == VERSIONS else [], requests)
