@@ -12,17 +12,15 @@ two ways:
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-import numpy as np
-
 from millrace import errors
 from millrace.block_lists import read_blocks_at
 from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.shard_parts import PartGrowth, ShardParts, allocate_view
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
 from millrace.digest import (
     BLOCK_DIGEST_SIZE,
@@ -122,8 +120,12 @@ class ShardFetcher:
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
         self._whole_files = DaemonThreadPool(_WHOLE_FILES, "shard-files")
 
-    def open(self, number: int) -> OpenShard:
+    def open(self, number: int, growth: PartGrowth | None = None) -> OpenShard:
         """Open a shard by its number in the table.
+
+        Args:
+            number: Number of the shard.
+            growth: Growth of the parts, which goes on from shard to shard; by default none.
 
         Raises:
             MillraceError: The shard cannot be fetched.
@@ -132,13 +134,14 @@ class ShardFetcher:
         if self._files.has_cache and (opened := self._open_cached(shard)):
             return opened
         if blocks := self._read_blocks(shard):
-            return _ShardParts(
+            return ShardParts(
                 self._name(shard),
                 shard.size,
                 lambda first, last: self._fetch_blocks(shard, blocks, first, last),
                 self._requests,
                 part_blocks=self._part_bytes // BLOCK_SIZE,
                 parts_ahead=self._parts_ahead,
+                growth=growth,
             )
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
             try:
@@ -273,73 +276,6 @@ class ShardFetcher:
             self._files.release(path)
 
 
-class _ShardParts:
-    """A shard that is read by parts."""
-
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        fetch: Callable[[int, int], list[memoryview]],
-        pool: DaemonThreadPool,
-        *,
-        part_blocks: int,
-        parts_ahead: int,
-    ) -> None:
-        self.name, self.size = name, size
-        self._fetch, self._pool = fetch, pool
-        self._part_blocks, self._parts_ahead = part_blocks, parts_ahead
-        self._part_bytes = part_blocks * BLOCK_SIZE
-        self._parts: dict[int, Future[list[memoryview]]] = {}
-
-    def read(self, start: int, end: int) -> memoryview:
-        return join_views(self.read_views(start, end))
-
-    def read_views(self, start: int, end: int) -> list[memoryview]:
-        if start >= end:
-            return []
-        first, last = start // self._part_bytes, (end - 1) // self._part_bytes
-        self._request(first, last)
-        found = [view for n in range(first, last + 1) for view in self._parts[n].result()]
-        return _cut(found, start - first * self._part_bytes, end - first * self._part_bytes)
-
-    def read_on(self, start: int) -> memoryview:
-        number, at = divmod(start, self._part_bytes)
-        self._request(number, number)
-        return _cut(self._parts[number].result(), at, self._part_bytes)[0]
-
-    def read_once(self, start: int, end: int) -> memoryview:
-        if start >= end:
-            return memoryview(bytearray())
-        first = start // BLOCK_SIZE
-        fetched = self._pool.submit_urgent(self._fetch, first, -(-end // BLOCK_SIZE)).result()
-        return join_views(_cut(fetched, start - first * BLOCK_SIZE, end - first * BLOCK_SIZE))
-
-    def release(self, offset: int) -> None:
-        for number in [one for one in self._parts if (one + 1) * self._part_bytes <= offset]:
-            del self._parts[number]
-
-    def close(self) -> None:
-        for part in self._parts.values():
-            part.cancel()
-        self._parts = {}
-
-    def _request(self, first: int, last: int) -> None:
-        """Request parts before all others, and then those that follow."""
-        for number in range(first, last + 1):
-            part = self._parts.get(number)
-            if part is None or part.cancel():  # it was requested ahead, and has not begun
-                self._parts[number] = self._pool.submit_urgent(self._fetch_part, number)
-        count = -(-self.size // self._part_bytes)
-        for number in range(last + 1, min(last + 1 + self._parts_ahead, count)):
-            if number not in self._parts:
-                self._parts[number] = self._pool.submit(self._fetch_part, number)
-
-    def _fetch_part(self, number: int) -> list[memoryview]:
-        first = number * self._part_blocks
-        return self._fetch(first, min(first + self._part_blocks, count_blocks(self.size)))
-
-
 class _ShardFile:
     """A shard that is a whole file on the disk."""
 
@@ -348,7 +284,7 @@ class _ShardFile:
         self._file = file
 
     def read(self, start: int, end: int) -> memoryview:
-        body = view = _allocate(max(0, end - start))
+        body = view = allocate_view(max(0, end - start))
         while view:
             count = os.preadv(self._file, [view], start)
             if not count:
@@ -375,28 +311,3 @@ class _ShardFile:
 
     def __del__(self) -> None:
         os.close(self._file)
-
-
-def _cut(views: list[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return the parts of consecutive views between two offsets, without empty ones."""
-    found: list[memoryview] = []
-    for view in views:
-        if start < len(view) and end > 0:
-            found.append(view[max(0, start) : end])
-        start, end = start - len(view), end - len(view)
-    return found
-
-
-def join_views(views: list[memoryview]) -> memoryview:
-    """Return a copy of consecutive views in one piece."""
-    joined = _allocate(sum(map(len, views)))
-    at = 0
-    for view in views:
-        joined[at : at + len(view)] = view
-        at += len(view)
-    return joined
-
-
-def _allocate(size: int) -> memoryview:
-    """Return memory that is not written first, unlike that of a `bytearray`."""
-    return np.empty(size, np.uint8).data

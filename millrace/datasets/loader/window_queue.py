@@ -12,6 +12,7 @@ from millrace.datasets.loader.epoch_order import EpochOrder
 from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.readers import DecodeRows, SampleReader, open_reader
 from millrace.datasets.loader.readers.base import FetchedRows, LoadedSample
+from millrace.datasets.loader.shard_parts import PartGrowth
 from millrace.datasets.loader.shard_table import ShardTable
 from millrace.threads import DaemonThreadPool
 
@@ -99,6 +100,7 @@ class StreamWindows:
     ) -> None:
         self._table, self._order, self._fetcher = table, order, fetcher
         self._stream = stream
+        self._growth = PartGrowth()
         self._shard: int | None = None
         self._reader: SampleReader | None = None
 
@@ -147,8 +149,8 @@ class StreamWindows:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            listed = self._table.shards[shard]
-            self._reader = open_reader(self._table, listed, self._fetcher.open(shard))
+            opened = self._fetcher.open(shard, self._growth)
+            self._reader = open_reader(self._table, self._table.shards[shard], opened)
             self._shard = shard
         return self._reader
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from millrace.datasets.field_names import KEY
 from millrace.datasets.formats import Fields
 from millrace.datasets.formats.base import guess_type
-from millrace.datasets.loader.fetch import OpenShard, join_views
+from millrace.datasets.loader.fetch import OpenShard
 from millrace.datasets.loader.readers.base import (
     DECODERS,
     DecodeRows,
@@ -21,6 +21,7 @@ from millrace.datasets.loader.readers.base import (
     raise_damage,
 )
 from millrace.datasets.loader.sample_offsets import SampleOffsets
+from millrace.datasets.loader.shard_parts import join_views
 from millrace.datasets.sources.decoder import DamageError
 from millrace.datasets.sources.tar_headers import TarHeaders
 from millrace.errors import ConfigurationError

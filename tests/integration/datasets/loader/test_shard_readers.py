@@ -4,10 +4,7 @@ import json
 import pickle
 import random
 import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,13 @@ from millrace import errors
 from millrace.datasets.formats import Fields, FieldType, FormatName
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
-from millrace.datasets.loader.fetch import ShardFetcher, _ShardParts
+from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.readers import SampleReader, open_reader
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.sample import Sample
 from millrace.digest import compute_digest
 from millrace.schemas.dataset import Manifest, encode_sample_offsets
 from millrace.storage import Store, delete_one, open_store, put, read
-from millrace.threads import DaemonThreadPool
 from tests.support.formats import ALL_TYPES
 from tests.support.shard_datasets import write_dataset
 
@@ -405,31 +401,3 @@ def test_offsets_that_no_shard_can_have_are_refused(offsets: str, said: str) -> 
     case.manifest = case.manifest.model_copy(update={"shards": (wrong,)})
     with pytest.raises(errors.CorruptError, match=said):
         case.read()
-
-
-def test_a_window_is_read_before_the_parts_after_others() -> None:
-    gate, order = threading.Event(), list[int]()
-
-    def fetch(first: int, last: int) -> list[memoryview]:
-        gate.wait(60)
-        order.append(first)
-        return [memoryview(bytes((last - first) << 20))]
-
-    pool = DaemonThreadPool(1, "requests")
-    shard = _ShardParts("s", 8 << 20, fetch, pool, part_blocks=1, parts_ahead=2)
-    other = _ShardParts("t", 8 << 20, fetch, pool, part_blocks=1, parts_ahead=2)
-    with ThreadPoolExecutor(2) as readers:
-        first = readers.submit(shard.read, 0, 10)
-        until(lambda: len(shard._parts) == 3)
-        second = readers.submit(other.read, 2 << 20, 4 << 20)
-        until(lambda: len(other._parts) == 4)
-        gate.set()
-        assert (len(first.result(60)), len(second.result(60))) == (10, 2 << 20)
-        assert order[:3] == [0, 2, 3]
-        assert len(shard.read(1 << 20, 2 << 20)) == 1 << 20
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    while not holds():
-        time.sleep(0.001)
