@@ -160,6 +160,21 @@ class ExclusionReason(StrEnum):
     WARM_UP = "warm up"  # the gradient is valid, and its worker warms up
 
     @property
+    def is_of_valid_gradient(self) -> bool:
+        """True if the gradient passed all checks, and was left out for another reason."""
+        return self in {ExclusionReason.QUORUM, ExclusionReason.WARM_UP}
+
+    def is_missed(self, *, is_awaited: bool) -> bool:
+        """Decide whether the worker missed the window, by its own fault.
+
+        Args:
+            is_awaited: Whether the window waited for the worker.
+        """
+        if self is ExclusionReason.MISSING:
+            return is_awaited
+        return not self.is_of_valid_gradient and self is not ExclusionReason.UNAVAILABLE
+
+    @property
     def label(self) -> str:
         """Words for people: the reason's name. The records of runs name `INDICES` ``places``."""
         return self.name.lower().replace("_", " ")

@@ -155,7 +155,7 @@ class WindowEvidence(RecordPart):
         evaluations: Evaluations of the gradients that were chosen, by the workers' names.
         copies: Gradients that are copies, by the names of the workers that sent them later.
         valid: Workers with a valid gradient.
-        missing: Workers without one.
+        missing: Workers that missed the window, by their own fault.
     """
 
     window: int

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 
 import torch
 
@@ -27,6 +28,8 @@ from millrace.gradients import (
     read_link,
 )
 from millrace.keys.gradients import ChainKeys, GradientKeys
+from millrace.schemas.chain import ExcludedWorker
+from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Store
 
 SIZE = 64  # of a square matrix: one chunk of values
@@ -75,7 +78,11 @@ class ScoredRun:
             sent = self.make_gradients(self.state, self.window)
             yield self.merge_gradients(sent)
 
-    def merge_gradients(self, sent: Mapping[str, bytes]) -> ChainLink:
+    def merge_gradients(
+        self,
+        sent: Mapping[str, bytes],
+        excluded: Mapping[str, ExclusionReason] = MappingProxyType({}),
+    ) -> ChainLink:
         """Merge the gradients of a window. A copy was uploaded last."""
         opens = BEGIN + timedelta(hours=self.window)
         gather_window = GatherWindow(
@@ -93,7 +100,12 @@ class ScoredRun:
         is_copy = {uid: self.attacks.get(uid) == "copy" for uid in taken}
         written = {uid: opens + timedelta(seconds=is_copy[uid]) for uid in taken}
         gathered = GatheredWindow(
-            taken, {}, (), sum(one.size for one in taken.values()), 0.0, written
+            taken,
+            {uid: ExcludedWorker(reason=reason, sentence="") for uid, reason in excluded.items()},
+            (),
+            sum(one.size for one in taken.values()),
+            0.0,
+            written,
         )
         before = read_link(self.store, self.keys, self.window - 1)
         step = ChainStep(before, self.window, OuterOptimizer(), self.merge)

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 
 from millrace.gradients.settings import RegistrationSettings
 from millrace.schemas.chain import ChainLink, ChainStart
-from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
 
 MAX_GONE = 1000
 """Number of workers that a roster remembers after they left or were removed: the last ones.
 
 The registration of one that was forgotten is read again. So the worker may warm up once more."""
-_VALID = {ExclusionReason.WARM_UP, ExclusionReason.QUORUM}  # the gradient passed all checks
 
 
 def update_roster(
@@ -83,17 +81,16 @@ def _note_window(
     """
     if not entry.is_active or not isinstance(link, ChainLink):
         return entry
-    if uid in link.taken or (uid in link.excluded and link.excluded[uid].reason in _VALID):
+    if uid in link.taken or (
+        uid in link.excluded and link.excluded[uid].reason.is_of_valid_gradient
+    ):
         valid = entry.valid + 1
         status = RosterStatus.ESTABLISHED if valid >= settings.warm_up else entry.status
         return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
     if uid not in link.excluded:
         return entry
-    reason = link.excluded[uid].reason
     is_awaited = not entry.counts or wanted is None or len(link.taken) < wanted
-    if reason is ExclusionReason.UNAVAILABLE or (
-        reason is ExclusionReason.MISSING and not is_awaited
-    ):
+    if not link.excluded[uid].reason.is_missed(is_awaited=is_awaited):
         return entry
     missed = entry.missed + 1
     status = RosterStatus.REMOVED if missed >= settings.missed else entry.status

@@ -4,6 +4,7 @@ The chain is the only source: the links name the workers, and the updates have t
 scorer may run at any time and anywhere, and nobody can change what it judges.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -30,6 +31,7 @@ from millrace.gradients.scoring.evaluation import (
 from millrace.gradients.scoring.overlap import compute_overlaps, find_copies
 from millrace.gradients.scoring.settings import ScorerOptions
 from millrace.gradients.scoring.standings import choose_workers, update_standings
+from millrace.gradients.settings import WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.weights import load_newest_weights
 from millrace.keys.gradients import ChainKeys
@@ -91,8 +93,10 @@ def score_run(
         link = read_link_after(store, keys, window, link)
         updates = list(iterate_updates(store, link, threads=options.threads))
         gradients = collect_gradients(link, updates)
+        standings = before.standings if before else {}
+        wanted = _read_wanted(store, keys, window)
         evidence = _evaluate_window(
-            link, gradients, state, compute_loss, options, before.standings if before else {}
+            link, gradients, state, compute_loss, options, standings, wanted
         )
         before = _commit_scores(store, keys, link, evidence, before, options)
         apply_link(store, link, state, progress, updates=updates)
@@ -141,8 +145,12 @@ def _evaluate_window(
     compute_loss: ComputeLoss,
     options: ScorerOptions,
     standings: Mapping[str, Standing],
+    wanted: float,
 ) -> WindowEvidence:
-    """Evaluate the gradients of a window. The state is that before the window."""
+    """Evaluate the gradients of a window. The state is that before the window.
+
+    A window with as many gradients as it wanted did not wait for other workers.
+    """
     workers = sorted(gradients)
     written = {uid: link.taken[uid].written for uid in workers}
     overlaps = compute_overlaps(gradients, workers, link.codec)
@@ -151,7 +159,10 @@ def _evaluate_window(
     for uid, reason in reasons.items():
         if reason is ExclusionReason.DUPLICATE:
             copies[uid] = CopiedGradient(earlier="", overlap=1.0)
-    warm = {uid for uid, reason in reasons.items() if reason is ExclusionReason.WARM_UP}
+    valid = {uid for uid, reason in reasons.items() if reason is ExclusionReason.QUORUM}
+    missed = {
+        uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=len(workers) < wanted)
+    }
     chosen = choose_workers(standings, workers, link.window, options.count, digest_record(link))
     evaluator = WindowEvaluator(
         state, link, gradients, compute_loss, step_size=options.step_size, threads=options.threads
@@ -162,9 +173,18 @@ def _evaluate_window(
             uid: evaluator.evaluate(uid, with_value=options.with_values) for uid in chosen
         },
         copies=copies,
-        valid=tuple(sorted({*link.taken, *copies})),
-        missing=tuple(sorted({*reasons} - {*copies} - warm)),
+        valid=tuple(sorted({*link.taken, *copies, *valid})),
+        missing=tuple(sorted(missed - {*copies})),
     )
+
+
+def _read_wanted(store: Store, keys: ChainKeys, window: int) -> float:
+    """Return the number of gradients for which a window waited; infinity for those of all."""
+    try:
+        opening = fetch(store, keys.make_opening_key(window), WindowOpening)
+    except (errors.NotFoundError, errors.CorruptError):
+        return math.inf
+    return math.inf if opening.gather.wanted is None else opening.gather.wanted
 
 
 def _commit_scores(

@@ -20,8 +20,10 @@ from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.scorer import iterate_scores, score_run
 from millrace.gradients.scoring.settings import ScorerOptions
+from millrace.gradients.settings import GatherSettings, WindowOpening
 from millrace.keys.gradients import ChainKeys
-from millrace.records import digest_record, fetch
+from millrace.records import commit_once, digest_record, fetch
+from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.scores import WindowScores
 from millrace.storage import Store, delete, open_store, put, read
 from tests.support.scored_run import ScoredRun
@@ -86,6 +88,36 @@ def test_of_two_scorers_the_first_decides(store: Store):
 
     (second,) = score_run(store, run.keys, compute_other_loss)
     assert second == first
+
+
+@pytest.mark.parametrize(
+    ("reason", "wanted", "counts"),
+    [
+        (ExclusionReason.MISSING, None, False),
+        (ExclusionReason.MISSING, 6, False),
+        (ExclusionReason.FORMAT, 5, False),
+        (ExclusionReason.MISSING, 5, True),
+        (ExclusionReason.UNAVAILABLE, None, True),
+        (ExclusionReason.QUORUM, None, True),
+        (ExclusionReason.WARM_UP, None, True),
+    ],
+)
+def test_only_a_worker_that_fails_by_its_own_fault_misses_a_window(
+    store: Store, reason: ExclusionReason, wanted: int | None, counts: bool
+):
+    run = make_run(store)
+    for _ in range(3):
+        run.window += 1
+        sent = run.make_gradients(run.state, run.window)
+        del sent["w0"]
+        run.merge_gradients(sent, {"w0": reason})
+        opening = WindowOpening(
+            run=run.keys.run, number=run.window, gather=GatherSettings(wanted=wanted)
+        )
+        commit_once(store, run.keys.make_opening_key(run.window), opening)
+    *_, last = score_run(store, run.keys, run.compute_loss)
+    assert last.standings["w0"].missed == (0 if counts else 3)
+    assert last.standings["w1"].missed == 0
 
 
 def test_changed_scores_are_found(store: Store):
