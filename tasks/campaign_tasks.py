@@ -155,6 +155,9 @@ def _make_rows(found: CampaignSummary) -> dict[str, str]:
         )
     if found.windows:
         rows["Windows"] = f"{found.windows:,}, up to step {found.step:,}"
+        if found.uncounted_windows:
+            cleaned = format_count(found.uncounted_windows, "window")
+            rows["Windows"] += f", without the first {cleaned}, whose records were cleaned"
     if found.gradients:
         sent, dense = format_size(found.sent_bytes), format_size(found.dense_bytes)
         rows["Gradients"] = f"{found.gradients:,}: {sent} instead of {dense}"

@@ -100,17 +100,17 @@ def ensure_final_weights_saved(training: Training, aggregate: RunAggregator) -> 
         HeldError: Another process aggregates the run.
     """
     store, keys = open_store(training.write_store), training.run.chain_keys
-    if not any(link.taken for link in gradients.iterate_links(store, keys)):
+    start, last = (gradients.read_link(store, keys, one) for one in (0, training.last_window))
+    if last.state == start.state:
         raise NoProgressError(
             f"No gradient was taken in any window of {keys.run}, so its weights are those that it "
             "began with. See what the workers say, and begin a campaign with another name."
         )
-    step = gradients.read_link(store, keys, training.last_window).step
     try:
-        read_checkpoint(store, training.weights_job, step)
+        read_checkpoint(store, training.weights_job, last.step)
     except (NotFoundError, CorruptError):
         _merge_until(training, training.last_window, aggregate)
-    return step
+    return last.step
 
 
 def merge_epoch(
@@ -150,10 +150,16 @@ def merge_epoch(
 
 
 def _count_idle_windows(store: Store, keys: ChainKeys, newest_window: int) -> int:
-    """Count the windows without a taken gradient at the end of a chain, also of earlier epochs."""
+    """Count the windows without a taken gradient at the end of a chain, also of earlier epochs.
+
+    Windows whose links were cleaned do not count.
+    """
     window = newest_window
     while window > 0:
-        link = gradients.read_link(store, keys, window)
+        try:
+            link = gradients.read_link(store, keys, window)
+        except gradients.ChainError:
+            break
         if isinstance(link, ChainLink) and link.taken:
             break
         window -= 1

@@ -29,6 +29,8 @@ class CampaignSummary:
         samples: Samples of its dataset; 0 if it has none, or the dataset is not complete.
         shards: Shards of its dataset, likewise.
         windows: Number of windows in which a gradient was merged.
+        uncounted_windows: Number of windows at the beginning whose links were cleaned. What they
+            had is in no other number.
         step: Step of the weights.
         gradients: Number of gradients that were taken.
         sent_bytes: Bytes of the gradients.
@@ -46,6 +48,7 @@ class CampaignSummary:
     samples: int = 0
     shards: int = 0
     windows: int = 0
+    uncounted_windows: int = 0
     step: int = 0
     gradients: int = 0
     sent_bytes: int = 0
@@ -94,7 +97,7 @@ def _add_training(found: CampaignSummary, store: Store, training: Training) -> C
     last = gradients.find_newest_window(store, run.chain_keys)
     if last < 0:
         return found
-    found = _add_windows(found, list(gradients.iterate_links(store, run.chain_keys)))
+    found = _add_windows(found, list(gradients.iterate_kept_links(store, run.chain_keys)))
     reported = read_median_metric(store, run.gradient_keys, training.uids, "loss", until=last + 1)
     epochs, job = range(training.options.epochs), training.epoch_job
     ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
@@ -113,6 +116,7 @@ def _add_windows(found: CampaignSummary, windows: Sequence[ChainLink]) -> Campai
     return replace(
         found,
         windows=sum(bool(link.taken) for link in windows),
+        uncounted_windows=windows[0].window - 1,
         step=windows[-1].step,
         gradients=len(taken),
         sent_bytes=sum(one.size for one in taken),

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         catch_up,
         commit_first_link,
         find_newest_window,
+        iterate_kept_links,
         iterate_links,
         read_link,
     )
@@ -147,6 +148,7 @@ __all__ = [
     "find_newest_window",
     "gather",
     "import_templar_run",
+    "iterate_kept_links",
     "iterate_links",
     "iterate_scores",
     "load_checkpoint_state",
@@ -194,6 +196,7 @@ _MODULES = {
     "encode": "codec.compress",
     "merge_windows": "sync.windows",
     "gather": "sync.gather",
+    "iterate_kept_links": "merging.links",
     "iterate_links": "merging.links",
     "read_link": "merging.links",
     "merge": "merging.merge",

@@ -96,6 +96,25 @@ def iterate_links(
         yield before
 
 
+def iterate_kept_links(store: Store, keys: ChainKeys) -> Iterator[ChainLink]:
+    """Yield the links of a run that a cleaning has left: the newest ones without a gap, in order.
+
+    A cleaning may delete the links before the newest checkpoint, except the first one.
+
+    Raises:
+        ChainError: A link does not have the digest of the previous one.
+        NotFoundError: The run has not begun.
+    """
+    numbers = set(list_numbers(store, keys.links, keys.parse_link))
+    newest = first = max(numbers, default=0)
+    while first - 1 in numbers:
+        first -= 1
+    oldest = read_link(store, keys, first)
+    if isinstance(oldest, ChainLink):
+        yield oldest
+    yield from iterate_links(store, keys, after=first, until=newest)
+
+
 def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:
     """Return the link of a window, without a check against the previous one.
 

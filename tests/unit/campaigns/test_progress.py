@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from millrace.campaigns import (
+    Campaign,
     Training,
     TrainingProgress,
     ensure_final_weights_saved,
     merge_epoch,
     read_training_progress,
+    summarize_campaign,
 )
 from millrace.digest import compute_digest
 from millrace.errors import HeldError, NoProgressError, WorkerError
@@ -27,7 +29,8 @@ from millrace.gradients import (
 from millrace.gradients.merging.links import read_link
 from millrace.records import commit_once, digest_record
 from millrace.schemas.chain import MergedWorker
-from millrace.storage import Store, open_store, put
+from millrace.storage import Store, delete, open_store, put
+from tasks.campaign_tasks import describe_campaign
 from tests.support.campaigns.training import FakeWorkers, MakeTraining
 
 
@@ -65,7 +68,7 @@ class Aggregator:
         """Commit the next window, and return whether a gradient is taken."""
         store, chain = open_store(self.training.write_store), self.training.run.chain_keys
         is_taken = self.windows[self.newest] == "t"
-        previous = digest_record(read_link(store, chain, self.newest))
+        before = read_link(store, chain, self.newest)
         self.newest += 1
         worker = MergedWorker(
             scale=1,
@@ -81,7 +84,7 @@ class Aggregator:
             run=chain.run, window=self.newest, step=self.newest, updates=(), codec=Codec(),
             names=(), shapes=(), outer=OuterOptimizer(), merge=MergeSettings(),
             taken={"worker-0": worker} if is_taken else {}, excluded={}, seconds=0, scores="",
-            previous=previous, state="",
+            previous=digest_record(before), state=f"{self.newest}" if is_taken else before.state,
         )  # fmt: skip
         commit_once(store, chain.make_link_key(self.newest), link)
         return is_taken
@@ -226,3 +229,19 @@ def test_weights_of_a_run_with_idle_windows_are_published(make_training: MakeTra
     aggregator = Aggregator(training, "t--", newest=3)
     assert ensure_final_weights_saved(training, aggregator) == 3
     assert aggregator.asked == [training.limit_aggregation(3)]
+
+
+def test_windows_whose_links_were_cleaned_are_trained_and_not_counted(
+    store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training(epochs=1, windows_per_epoch=5, aggregation={"idle": 2})
+    chain = training.run.chain_keys
+    aggregator = Aggregator(training, "tt--t", newest=4)
+    assert not delete(store, [chain.make_link_key(window) for window in (1, 2, 3)])
+    merge_epoch(training, 0, FakeWorkers(), aggregator)
+    assert ensure_final_weights_saved(training, aggregator) == 5
+    place = training.write_store
+    found = summarize_campaign(Campaign("small", place, place, training=training))
+    assert (found.windows, found.uncounted_windows, found.gradients, found.step) == (1, 3, 1, 5)
+    rows = describe_campaign(found)
+    assert "1, up to step 5, without the first 3 windows, whose records were cleaned" in rows
