@@ -1,5 +1,6 @@
 """A `ShardLoader` as an ``IterableDataset`` of PyTorch."""
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class TorchShards(IterableDataset[Any]):
     def __init__(self, loader: ShardLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._is_elsewhere = False
+        self._is_elsewhere = mmap.mmap(-1, 1)  # forked workers share it
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, or over the worker's share of it."""
@@ -39,7 +40,7 @@ class TorchShards(IterableDataset[Any]):
         Raises:
             ConfigurationError: Other processes read the samples.
         """
-        if self._is_elsewhere:
+        if get_worker_info() is None and self._is_elsewhere[0]:
             raise ConfigurationError(
                 "Worker processes read the samples, and this process does not know how far they "
                 "are. Use `state_dict` of torchdata's StatefulDataLoader, or `num_workers=0`."
@@ -51,14 +52,21 @@ class TorchShards(IterableDataset[Any]):
         """Go to the position of a state, see `ShardLoader.load_state_dict`."""
         self._take_share()
         self._loader.load_state_dict(state)
-        self._is_elsewhere = False
+        if get_worker_info() is None:
+            self._is_elsewhere[0] = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a worker process."""
-        self._is_elsewhere = True
-        return {**vars(self), "_is_elsewhere": False}
+        self._is_elsewhere[0] = 1
+        return {name: value for name, value in vars(self).items() if name != "_is_elsewhere"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes in a worker process."""
+        vars(self).update(state)
+        self._is_elsewhere = mmap.mmap(-1, 1)
 
     def _take_share(self) -> None:
         worker = get_worker_info()
         if worker is not None:
+            self._is_elsewhere[0] = 1
             self._loader.read_as_worker(worker.id, worker.num_workers)

@@ -236,11 +236,38 @@ def test_forked_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path) -> 
     loader = ShardLoader(tmp_path.as_uri(), "d")
     texts = sorted(sample["txt"] for sample in loader)
     head(store, DatasetKeys("d").manifest)
+    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
     data = DataLoader(
-        ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset(),
-        batch_size=None, num_workers=2, timeout=120, multiprocessing_context="fork",
-    )  # fmt: skip
+        dataset, batch_size=None, num_workers=2, timeout=120, multiprocessing_context="fork"
+    )
+    state = dataset.state_dict()
     assert sorted(sample["txt"] for sample in data) == texts
+    with pytest.raises(errors.ConfigurationError, match="Worker processes read the samples"):
+        dataset.state_dict()
+    dataset.load_state_dict(state)
+    assert dataset.state_dict() == state
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_forked_workers_of_torchdata_have_a_state(tmp_path: Path) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    samples = [Sample(f"k{n}", {"txt": f"text {n}".encode()}, n) for n in range(40)]
+    store = open_store(tmp_path.as_uri())
+    write_dataset(store, "d", ["webdataset"], {"txt": FieldType.STR}, [samples[:25], samples[25:]])
+
+    def make_loader(workers: int, state: Any = None) -> StatefulDataLoader[Any]:
+        dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+        if state is not None:
+            dataset.load_state_dict(state)
+        options: Any = {"timeout": 120, "multiprocessing_context": "fork"} if workers else {}
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, **options)
+
+    data = make_loader(1)
+    iterator = iter(data)
+    received = [next(iterator)["txt"] for _ in range(7)]
+    received += [sample["txt"] for sample in make_loader(0, data.state_dict())]
+    assert sorted(received) == sorted(f"text {n}" for n in range(40))
 
 
 def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:
