@@ -86,7 +86,7 @@ def run_aggregator(settings: AggregatorSettings, after: int) -> AggregationResul
             log.info(
                 "Window %d: %d taken, %d excluded", link.window, len(link.taken), len(link.excluded)
             )
-    return _make_result(last, after, began)
+    return make_result(settings, last, after, began)
 
 
 @retried_task
@@ -104,7 +104,7 @@ def import_windows(settings: TemplarImportSettings, after: int) -> AggregationRe
                 source.first_window + link.window - 1, link.window, len(link.taken),
                 len(link.excluded),
             )  # fmt: skip
-    return _make_result(last, after, began)
+    return make_result(settings, last, after, began)
 
 
 @retried_task
@@ -121,9 +121,26 @@ def report_windows(settings: AggregatorSettings | TemplarImportSettings, after: 
     )
 
 
-def _make_result(last: ChainLink | None, after: int, began: float) -> AggregationResult:
-    """Return the result of a run that began at a monotonic time; ``last`` is its newest link."""
+def make_result(
+    settings: AggregatorSettings | TemplarImportSettings,
+    last: ChainLink | None,
+    after: int,
+    began: float,
+) -> AggregationResult:
+    """Return the result of a run.
+
+    Args:
+        settings: Settings of the run.
+        last: Newest link that this try has made. If there is none, an earlier try may have made it.
+        after: Number of the window after which the run began.
+        began: Monotonic time at which it began.
+    """
     seconds = round(time.monotonic() - began, 3)
+    if last is None:
+        store, keys = open_store(settings.store), settings.run.chain_keys
+        newest = gradients.find_newest_window(store, keys)
+        link = gradients.read_link(store, keys, newest) if newest > after else None
+        last = link if isinstance(link, ChainLink) else None
     if last is None:
         return AggregationResult(0, after, 0, "", seconds)
     return AggregationResult(last.window - after, last.window, last.step, last.state, seconds)

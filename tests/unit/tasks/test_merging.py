@@ -3,9 +3,11 @@
 import base64
 import re
 from datetime import UTC, datetime
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from millrace.gradients import (
+    AggregatorSettings,
     ChainLink,
     Codec,
     ExclusionReason,
@@ -13,8 +15,10 @@ from millrace.gradients import (
     MergeSettings,
     OuterOptimizer,
 )
+from millrace.records import commit_once
 from millrace.schemas.chain import ExcludedWorker, MergedWorker, UpdateEntry
-from tasks.merging import describe_windows
+from millrace.storage import open_store
+from tasks.merging import describe_windows, make_result
 from tasks.plot import draw_windows
 
 DIGEST = "blake3:" + "0" * 64
@@ -98,3 +102,23 @@ def test_the_picture_has_a_bar_a_window_and_a_line_of_norms():
 
 def test_a_window_without_anybody_can_be_drawn():
     assert drawn(draw_windows({1: 0}, {1: []}, "nobody")) is not None
+
+
+def test_the_result_has_windows_that_an_earlier_try_has_merged(tmp_path: Path):
+    """Its last save failed, so the task was tried again and found nothing to merge."""
+    settings = AggregatorSettings.model_validate(
+        {
+            "store": {"url": tmp_path.as_uri()},
+            "run": {"run": "runs/one", "windows": 9, "steps": 10},
+            "workers": ["a"],
+            "initial_weights": {"job": "first"},
+        }
+    )
+    store, keys = open_store(settings.store), settings.run.chain_keys
+    for window in (7, 8, 9):
+        commit_once(store, keys.make_link_key(window), link(window, {"a": 1.0}))
+    found = make_result(settings, None, 7, 0.0)
+    assert (found.windows, found.newest_window, found.step) == (2, 9, 90)
+    assert make_result(settings, link(8, {}), 7, 0.0).newest_window == 8
+    nothing = make_result(settings, None, 9, 0.0)
+    assert (nothing.windows, nothing.newest_window, nothing.step) == (0, 9, 0)
