@@ -1,5 +1,6 @@
 """Renting of machines: offers, intents, create requests and contracts."""
 
+import logging
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from millrace.rentals.replacement import RETRY_INTERVAL, ReplacementPolicy
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.api import CreatedInstance
 from millrace.schemas.rental import Contract, Intent, ReleaseReason
+
+logger = logging.getLogger(__name__)
 
 _OFFERS_MAX_AGE = 60.0  # seconds in which the offers of a search are used
 _MAX_UNANSWERED_CREATES = 3  # consecutive creates without a machine, before pauses begin
@@ -257,10 +260,26 @@ class MachineStarter:
         Raises:
             HeldError: Another owner has recorded an intent with the same number.
         """
-        context, number = self._context, self._state.next_attempt
+        keys = self._context.keys
+        while True:
+            number = self._state.next_attempt
+            self._state.costs[number] = 0.0
+            intent, key = self._make_intent(number, slot, offer), keys.make_intent_key(number)
+            try:
+                commit = commit_once(self._context.store, key, intent)
+            except errors.CorruptError as error:  # the listing of attempts has left it out
+                logger.warning("%s The number %d is not used again.", error, number)
+                continue
+            if not commit.mine:
+                self._ownership.raise_superseded()
+            return Attempt(number, intent)
+
+    def _make_intent(self, number: int, slot: int, offer: Offer) -> Intent:
+        """Return the intent to rent a machine of an offer."""
+        context = self._context
         name, started_at = context.settings.name, context.now()
         deadline = self._budget.compute_deadline(offer, started_at, self._state)
-        intent = Intent(
+        return Intent(
             rental=name,
             slot=slot,
             label=str(Label(self._installation, name, number, deadline)),
@@ -276,10 +295,6 @@ class MachineStarter:
             deadline=deadline,
             heartbeat_timeout=context.settings.timeouts.heartbeat_timeout,
         )
-        if not commit_once(context.store, context.keys.make_intent_key(number), intent).mine:
-            self._ownership.raise_superseded()
-        self._state.costs[number] = 0.0
-        return Attempt(number, intent)
 
     def _prepare_environment(self, attempt: Attempt) -> dict[str, str]:
         """Upload the files of a machine, and return its environment, with the ports that it opens.

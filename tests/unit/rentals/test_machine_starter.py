@@ -94,6 +94,14 @@ def test_a_machine_is_rented_with_an_intent_and_a_contract(bench: Bench) -> None
     assert [type(one) for one in bench.events] == [OfferTaken, MachineRented]
 
 
+def test_the_number_of_an_attempt_whose_record_is_damaged_is_not_used_again(bench: Bench) -> None:
+    put(bench.context.store, bench.context.keys.make_intent_key(0), b"junk")
+    assert bench.list_attempts() == []
+    bench.starter.rent_machine(0)
+    assert [one.number for one in bench.list_attempts()] == [1]
+    assert bench.state.active[0].attempt.number == 1
+
+
 def test_two_machines_are_rented_from_one_search_on_different_hosts(bench: Bench) -> None:
     for slot in (0, 1):
         bench.starter.rent_machine(slot)
