@@ -1,28 +1,23 @@
 """A whole campaign: from a dataset's source to published weights."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 from prefect import flow
 
 from flows.aggregate_gradients import aggregate_gradients
+from flows.campaign_machines import rent_workers
 from flows.campaign_plan import CampaignPlan, hooks, make_run_name
 from flows.clean_bucket import clean_bucket
 from flows.cooldown import run_cooldown
-from flows.prewarm import FilesRequest, RentedMachines, prewarm
 from flows.release_machines import release_machines
-from flows.rent_machines import await_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
 from millrace.campaigns import Campaign, CampaignSummary, CampaignWorkers, RunAggregator, Training
-from millrace.errors import MillraceError, UnavailableError
+from millrace.errors import UnavailableError
 from millrace.storage import Right
 from tasks import campaign_tasks
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
-from tasks.renting import RentalReference, require_ledger
 from tasks.retries import tolerate
 
 
@@ -101,23 +96,3 @@ def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:
         plan.bucket, training.run, training.uids,
         initial_weights=plan.make_weights_input(), aggregation=settings,
     )  # fmt: skip
-
-
-@contextmanager
-def rent_workers(training: Training, rental: RentalReference) -> Generator[CampaignWorkers]:
-    """Rent machines that train, and release them when the block ends, whatever happens."""
-    name, bucket, vast = rental
-    has_marker = campaign_tasks.commit_prewarm_marker(training)
-    with campaign_tasks.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
-        await_machines(supervisor)
-        if has_marker:  # the machines wait for their files
-            with tolerate(MillraceError, "Workers read the store themselves"):
-                data = training.dataset
-                files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
-                files.append(FilesRequest(bucket=bucket, checkpoint=training.weights_job))
-                prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
-            campaign_tasks.delete_prewarm_marker(training)
-        yield supervisor
-    # The exit of the supervisor has released all, unless Vast.ai did not answer.
-    with tolerate(Exception, f"If a machine stays, run `millrace machine release {name}`"):
-        release_machines(*rental)

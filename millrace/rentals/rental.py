@@ -150,9 +150,12 @@ class Rental:
                     self._state.done.clear()
                 stack.enter_context(self._token_renewer)
             except BaseException:
-                if any(one.is_detached for one in attempts):  # they stay without this owner
+                detached = [
+                    one for one in attempts if one.is_detached and one.release_record is None
+                ]
+                if detached:  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):
-                        ends = [one.detached_until for one in attempts if one.detached_until]
+                        ends = [one.detached_until for one in detached if one.detached_until]
                         self._ownership.detach(min(ends, default=None))
                 raise
             self._stack = stack.pop_all()

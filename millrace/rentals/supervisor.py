@@ -132,7 +132,11 @@ class RentalSupervisor:
 
     def describe_end(self) -> str:
         """Return how the programs ended, as far as it is known."""
-        return "\n".join(self._failures[-1:]) or "The programs ended with exit code 0."
+        if self._failures:
+            return self._failures[-1]
+        if self._error is not None:
+            return format_error(self._error)
+        return "The programs ended with exit code 0."
 
     def raise_failure(self) -> None:
         """Raise the error that has ended the rental, if any."""

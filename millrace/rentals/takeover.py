@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from millrace.formatting import format_count
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
@@ -74,9 +75,12 @@ def take_over_machines(
         elif machine.is_unconfirmed:
             state.unclaimed[attempt.number] = machine
         else:
-            decisions.append(
-                ReleaseDecision(machine, ReleaseReason.UNNEEDED, "the previous owner was lost")
+            why = (
+                f"the rental has {format_count(state.slot_count, 'machine')} now"
+                if machine.slot >= state.slot_count
+                else "an earlier owner had rented two machines for its work"
             )
+            decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, why))
     return decisions
 
 

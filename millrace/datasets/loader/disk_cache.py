@@ -178,9 +178,11 @@ class DiskCache:
         Returns:
             The file; None if there is none, or if it has other bytes.
         """
-        if _measure(path) != size:
-            return None
-        if (described := f"{path} {digest} {_describe_file(path)}") in self._rejected:
+        described = ""
+        with suppress(OSError):  # it may be removed meanwhile
+            if _measure(path) == size:
+                described = f"{path} {digest} {_describe_file(path)}"
+        if not described or described in self._rejected:
             return None
         place = compute_digest(os.fsencode(path.absolute())).rpartition(":")[2][:16]
         name = f"{_make_name(digest)}-{place}"

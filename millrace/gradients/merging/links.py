@@ -120,14 +120,20 @@ def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainL
 
     Raises:
         NotFoundError: The run has not begun.
-        ChainError: The link is missing.
+        ChainError: The link is missing, or the window is not merged yet.
         CorruptError: The link cannot be read.
     """
     try:
         return fetch(store, keys.make_link_key(window), ChainLink if window else ChainStart)
     except errors.NotFoundError:
-        if find_newest_window(store, keys) >= 0:
+        newest = find_newest_window(store, keys)
+        if newest >= window:
             raise _make_missing_error(store, keys, window) from None
+        if newest >= 0:
+            raise ChainError(
+                f"Window {window} of {keys.run} is not merged yet, the newest is {newest}: begin "
+                "after a window that is merged."
+            ) from None
         where = store.make_url(keys.links)
         raise errors.NotFoundError(f"{where} has no link: the run has not begun.") from None
 

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from blocks import Bucket, BucketRole, VastCredentials
 from examples.tiny_lm.begin import begin
-from flows.campaign import rent_workers
+from flows.campaign_machines import rent_workers
 from flows.campaign_plan import CampaignPlan
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
