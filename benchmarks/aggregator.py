@@ -25,7 +25,7 @@ from millrace.gradients import (
     ChainStep,
     CheckedGradient,
     Codec,
-    GatheredWindow,
+    GatherOutcome,
     GatherWindow,
     GradientEncoder,
     RunSettings,
@@ -106,7 +106,7 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
             gradients[expected.uid] = weights.read_gradient(expected.uid, store, found, expected)
     size = sum(gradient.size for gradient in gradients.values())
     written = dict.fromkeys(gradients, datetime.now(UTC))
-    gathered = GatheredWindow(gradients, {}, (), size, 0.0, written)
+    gathered = GatherOutcome(gradients, {}, (), size, 0.0, written)
     step = ChainStep(
         read_link(store, SETTINGS.chain_keys, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )

@@ -46,7 +46,7 @@ from millrace.gradients import (
     Codec,
     Decoder,
     ExpectedGradient,
-    GatheredWindow,
+    GatherOutcome,
     GatherWindow,
     GradientEncoder,
     MergeRule,
@@ -212,7 +212,7 @@ class Bench:
         now = datetime.now(UTC)
         size = sum(gradient.size for gradient in gradients.values())
         written = dict.fromkeys(gradients, now)
-        gathered = GatheredWindow(gradients, {}, (), size, 0.0, written)
+        gathered = GatherOutcome(gradients, {}, (), size, 0.0, written)
         window = GatherWindow(settings.gradient_keys, 1, 0, CODEC, shapes, opens=now, closes=now)
         with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
             store = open_store(Path(folder).as_uri())

@@ -15,7 +15,7 @@ from millrace.gradients import (
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
-from tasks.merging import AggregationResult, find_newest_window, report_windows, run_aggregator
+from tasks.merging import AggregationResult, count_merged_windows, report_windows, run_aggregator
 from tasks.run_names import make_field_name
 
 
@@ -93,7 +93,7 @@ def aggregate_gradients(
             check_right(each.bucket, Right.READ, run.gradient_keys.make_worker_prefix(each.uid))
         except MillraceError as error:  # only this worker is left out, with a reason
             get_run_logger().warning("The bucket of %s cannot be read: %s", each.uid, error)
-    after = find_newest_window(settings)
+    after = count_merged_windows(settings)
     try:
         done = run_aggregator(settings, after)
     except HeldError as error:  # one aggregator is enough; Prefect returns None to a caller

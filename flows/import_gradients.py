@@ -7,7 +7,7 @@ from millrace.gradients import RunSettings, TemplarImportSettings
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, check_right, make_store_spec
-from tasks.merging import AggregationResult, find_newest_window, import_windows, report_windows
+from tasks.merging import AggregationResult, count_merged_windows, import_windows, report_windows
 from tasks.run_names import make_field_name
 from tasks.templar import TemplarInput
 
@@ -41,7 +41,7 @@ def import_gradients(
     )
     check_right(bucket, Right.WRITE, run.chain_keys.job)
     check_right(templar.bucket, Right.READ)
-    after = find_newest_window(settings)
+    after = count_merged_windows(settings)
     try:
         return import_windows(settings, after)
     finally:

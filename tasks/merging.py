@@ -51,8 +51,8 @@ class AggregationResult:
 
 
 @retried_task
-def find_newest_window(settings: AggregatorSettings | TemplarImportSettings) -> int:
-    """Return the number of the newest merged window; 0 before the first window."""
+def count_merged_windows(settings: AggregatorSettings | TemplarImportSettings) -> int:
+    """Count the merged windows of a run: the number of the newest one."""
     return max(0, gradients.find_newest_window(open_store(settings.store), settings.run.chain_keys))
 
 

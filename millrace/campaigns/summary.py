@@ -14,7 +14,7 @@ from millrace.cleanup import CleanupPlan, CleanupResult
 from millrace.gradients import ChainLink
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
-from millrace.rentals import compute_unowned_cost, list_attempts
+from millrace.rentals import compute_recorded_cost, list_attempts
 from millrace.schemas.dataset import Manifest
 from millrace.storage import Store, exists, open_store
 
@@ -84,7 +84,7 @@ def summarize_campaign(
         found = _add_training(found, store, campaign.training)
     now = datetime.now(UTC)
     costs = [
-        compute_unowned_cost(store, one, None, now, campaign.rentals.get(name))
+        compute_recorded_cost(store, one, None, now, campaign.rentals.get(name))
         for name in {campaign.name, *campaign.rentals}
         for one in list_attempts(store, name)
         if one.contract is not None

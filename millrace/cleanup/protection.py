@@ -28,7 +28,7 @@ from millrace.storage import Backend, Stat, Store, list_objects, read
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
 _MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggregator's job
 _SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
-_MAX_PLAN_SIZE = 1 << 20  # bytes of a campaign's plan
+_MAX_TRAINING_SIZE = 1 << 20  # bytes of a campaign's committed training
 _CHAIN_KINDS = {ObjectKind.UPDATE, ObjectKind.LINK, ObjectKind.OPENING, ObjectKind.SCORES}
 _POSITION = "window"  # position in an aggregator's checkpoint: the window after which it was saved
 
@@ -70,8 +70,8 @@ class _ChainStartPart(BaseModel):
     step: int
 
 
-class _CampaignPart(BaseModel):
-    """Part of a campaign's plan that names its dataset."""
+class _TrainingPart(BaseModel):
+    """Part of a campaign's committed training that names its dataset."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -186,15 +186,15 @@ class ProtectionPolicy:
 
     def _find_campaigns(self) -> dict[str, set[str]]:
         """Return the names of all campaigns, by their dataset."""
-        plans: list[tuple[Store, str, str]] = []
+        found_keys: list[tuple[Store, str, str]] = []
         workers = WorkerPrefixes()
         for store, _ in self._stores:
             for stat in list_objects(store):
                 workers.learn(stat.key)
                 if campaign := parse_campaign(stat.key):
-                    plans.append((store, stat.key, campaign))
+                    found_keys.append((store, stat.key, campaign))
         found: dict[str, set[str]] = defaultdict(set)
-        for store, key, campaign in plans:
+        for store, key, campaign in found_keys:
             if workers.find(key) is not None:
                 continue  # a worker wrote it, below its own prefix
             if dataset := _read_campaign_dataset(store, key):
@@ -272,13 +272,13 @@ def _find_open_machines(store: Store) -> dict[str, str]:
 
 
 def _read_campaign_dataset(store: Store, key: str) -> str | None:
-    """Return the dataset that a campaign's plan names.
+    """Return the dataset that a campaign's committed training names.
 
-    None if the plan names none or cannot be read: such a campaign cannot continue.
+    None if it names none or cannot be read: such a campaign cannot continue.
     """
     try:
-        record = orjson.loads(read(store, key, max_size=_MAX_PLAN_SIZE))["record"]
-        return _CampaignPart.model_validate(record).dataset
+        record = orjson.loads(read(store, key, max_size=_MAX_TRAINING_SIZE))["record"]
+        return _TrainingPart.model_validate(record).dataset
     except (
         errors.NotFoundError, errors.CorruptError, orjson.JSONDecodeError, ValidationError,
         KeyError, TypeError,

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from millrace.gradients.state import WeightState, copy_state
     from millrace.gradients.sync.aggregator import aggregate_run, ensure_run_begun
     from millrace.gradients.sync.gather import gather
-    from millrace.gradients.sync.gather_results import GatheredWindow, QuorumError
+    from millrace.gradients.sync.gather_results import GatherOutcome, QuorumError
     from millrace.gradients.sync.model_tensors import select_weights
     from millrace.gradients.sync.participant import Participant, TrainingWindow
     from millrace.gradients.sync.registrations import read_newest_roster
@@ -98,9 +98,9 @@ __all__ = [
     "ExcludedWorker",
     "ExclusionReason",
     "ExpectedGradient",
+    "GatherOutcome",
     "GatherSettings",
     "GatherWindow",
-    "GatheredWindow",
     "GradientEncoder",
     "GradientError",
     "GradientHeader",
@@ -171,7 +171,7 @@ _MODULES = {
     "GradientEncoder": "codec.compress",
     "ExpectedGradient": "codec.gradient_object",
     "ErrorFeedback": "codec.compress",
-    "GatheredWindow": "sync.gather_results",
+    "GatherOutcome": "sync.gather_results",
     "Mask": "codec.shared_indices",
     "MergedChunks": "codec.merged_chunks",
     "Participant": "sync.participant",

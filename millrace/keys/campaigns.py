@@ -9,7 +9,7 @@ from millrace.keys.names import is_valid_name
 from millrace.keys.rentals import RentalKeys
 
 _CAMPAIGN = "campaign"
-_PLAN_OF_CAMPAIGN = f"/{_CAMPAIGN}/plan.json"
+_COMMITTED_TRAINING = f"/{_CAMPAIGN}/training.json"
 CAMPAIGN_WORKER_KEY = re.compile(
     rf"(?:(?P<run>run)|model/(?:lease/)?{MEMBERS})/(?P<uid>worker-[0-9]{{1,9}})/"
 )
@@ -58,10 +58,10 @@ class CampaignKeys:
     def committed_training(self) -> str:
         """Key of the settings of the training that cannot change: created once.
 
-        The object is ``campaign/plan.json``. Its record is a `CommittedTraining`, and has the kind
+        The object is ``campaign/training.json``. Its record is a `CommittedTraining`, of the kind
         ``campaign-training``.
         """
-        return f"{self.name}{_PLAN_OF_CAMPAIGN}"
+        return f"{self.name}{_COMMITTED_TRAINING}"
 
     def list_read_prefixes(self) -> list[str]:
         """Return the prefixes that a worker reads, except for that of its dataset."""
@@ -86,7 +86,7 @@ class CampaignKeys:
 
 
 def parse_campaign(key: str) -> str | None:
-    """Return the name of the campaign whose plan has this key; None for other keys."""
-    name, found, rest = key.rpartition(_PLAN_OF_CAMPAIGN)
+    """Return the name of the campaign whose committed training has this key; None for others."""
+    name, found, rest = key.rpartition(_COMMITTED_TRAINING)
     ours = found and not rest and is_valid_name(CampaignKeys, name)
     return name if ours else None

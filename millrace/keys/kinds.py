@@ -86,7 +86,7 @@ _TEMPORARY_KEY = re.compile(
 )
 _RECORD_KEY = re.compile(
     rf"(?P<scope>(?:{RENTALS}/)?{NAME_PATTERN})/(?:lease/.+\.(?:json|beat|end)"
-    rf"|epochs/[0-9]{{6,18}}\.json|{COOLDOWNS}/[0-9]{{6,18}}/.+|campaign/warming\.json)"
+    rf"|epochs/[0-9]{{6,18}}\.json|{COOLDOWNS}/[0-9]{{6,18}}/.+|campaign/(?:training|warming)\.json)"
 )
 
 

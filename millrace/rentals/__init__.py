@@ -9,7 +9,7 @@ from millrace.rentals.access_variables import (
 from millrace.rentals.clock import Clock, SystemClock
 from millrace.rentals.ledger import has_open_attempts, list_attempts
 from millrace.rentals.machine_environment import derive_node_key
-from millrace.rentals.machines import Machine, compute_unowned_cost
+from millrace.rentals.machines import Machine, compute_recorded_cost
 from millrace.rentals.offers import Offer, OfferRequest, find_offers
 from millrace.rentals.outside_release import release_rental
 from millrace.rentals.owner_monitor import OwnerMonitor
@@ -54,7 +54,7 @@ __all__ = [
     "VastAccount",
     "VastClient",
     "check_offer_id",
-    "compute_unowned_cost",
+    "compute_recorded_cost",
     "derive_node_key",
     "describe_granted",
     "find_offers",

@@ -92,7 +92,7 @@ def make_machine(
     )
 
 
-def compute_unowned_cost(
+def compute_recorded_cost(
     store: Store,
     attempt: Attempt,
     instance: Instance | None,

@@ -8,7 +8,7 @@ from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.ledger import list_attempts, record_price, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
-from millrace.rentals.machines import compute_unowned_cost
+from millrace.rentals.machines import compute_recorded_cost
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
@@ -74,7 +74,7 @@ def release_rental(
             now, one = vast.clock.now(), by_label[label]
             instance = one.find_instance(instances)
             end = now if instance else signs.estimate_end(one, now)
-            cost = compute_unowned_cost(store, one, instance, end)
+            cost = compute_recorded_cost(store, one, instance, end)
             record_release(
                 store,
                 rental,

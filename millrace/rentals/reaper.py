@@ -27,7 +27,7 @@ from millrace.rentals.ledger import (
     record_price,
 )
 from millrace.rentals.life_signs import LifeSigns
-from millrace.rentals.machines import compute_unowned_cost
+from millrace.rentals.machines import compute_recorded_cost
 from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
@@ -161,7 +161,7 @@ def _release_machines(
         if one.attempt is not None and one.attempt.release_record is None and not one.is_mislabeled:
             now = vast.clock.now()
             # The machine was billed while the destroy requests were repeated, too.
-            cost = compute_unowned_cost(store, one.attempt, one.instance, now)
+            cost = compute_recorded_cost(store, one.attempt, one.instance, now)
             record_release(
                 store,
                 one.rental,
@@ -280,7 +280,7 @@ def _assess_machine(
         reason = "the program has ended"
     else:
         reason = budget.find_excess(label.rental, attempt, instance)
-    cost = compute_unowned_cost(store, attempt, instance, now) if attempt else 0.0
+    cost = compute_recorded_cost(store, attempt, instance, now) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 
 
@@ -321,7 +321,7 @@ def _close_lost_attempts(
             attempt,
             ReleaseReason.REAPED,
             "the owner was lost, and the provider does not list the machine",
-            compute_unowned_cost(store, attempt, None, end),
+            compute_recorded_cost(store, attempt, None, end),
             now,
         )
     return len(attempts)

@@ -132,7 +132,7 @@ class ChainLink(Record):
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
         scores: Digest of the scores by which the merge weighs workers; empty without scores.
-        taken: Workers whose gradients were merged.
+        taken: Workers whose gradients were taken. The rule has left out those with a share of 0.
         excluded: Excluded workers with the reasons.
         seconds: Duration of the gathering.
         previous: Digest of the link before.

@@ -13,7 +13,7 @@ from millrace.gradients import (
     ChainStep,
     Codec,
     ErrorFeedback,
-    GatheredWindow,
+    GatherOutcome,
     GatherWindow,
     MergeSettings,
     OuterOptimizer,
@@ -99,7 +99,7 @@ class ScoredRun:
         }  # fmt: skip
         is_copy = {uid: self.attacks.get(uid) == "copy" for uid in taken}
         written = {uid: opens + timedelta(seconds=is_copy[uid]) for uid in taken}
-        gathered = GatheredWindow(
+        gathered = GatherOutcome(
             taken,
             {uid: ExcludedWorker(reason=reason, sentence="") for uid, reason in excluded.items()},
             (),

@@ -25,7 +25,7 @@ from millrace.errors import ConfigurationError
 
 KIND = "millrace-shard-loader"
 
-Numbers = tuple[int, int, int, int]
+PositionNumbers = tuple[int, int, int, int]
 """Numbers of a `StreamPosition`."""
 
 
@@ -68,7 +68,7 @@ class LoaderShare(BaseModel):
     remainder: Remainder
     received: int = Field(ge=0)
     is_ended: bool
-    streams: dict[int, Numbers] | None = None
+    streams: dict[int, PositionNumbers] | None = None
 
     @property
     def process(self) -> ReaderProcess:
@@ -125,7 +125,7 @@ class LoaderState(OrderSettings):
     epoch: int = Field(ge=0)
     position: int = 0
     ahead: dict[int, int] = {}
-    positions: list[Numbers] | None = None
+    positions: list[PositionNumbers] | None = None
     share: LoaderShare | None = None
 
     @property

@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.uint64]
+UnsignedNumbers = npt.NDArray[np.uint64]
 
 _ROUNDS = 6
 _PERSON = b"millrace order"
@@ -37,7 +37,7 @@ class Permutation:
         digest = blake2b(text, digest_size=8 * _ROUNDS, person=_PERSON).digest()
         self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
-    def permute(self, numbers: npt.ArrayLike) -> Numbers:
+    def permute(self, numbers: npt.ArrayLike) -> UnsignedNumbers:
         """Return the number at each position.
 
         Args:
@@ -54,14 +54,14 @@ class Permutation:
             found[outside] = self._encrypt(found[outside])
         return found
 
-    def _encrypt(self, numbers: Numbers) -> Numbers:
+    def _encrypt(self, numbers: UnsignedNumbers) -> UnsignedNumbers:
         left, right = numbers >> self._half, numbers & self._mask
         for key in self._keys:
             left, right = right, left ^ (mix_numbers(right + key) & self._mask)
         return (left << self._half) | right
 
 
-def mix_numbers(numbers: Numbers) -> Numbers:
+def mix_numbers(numbers: UnsignedNumbers) -> UnsignedNumbers:
     """Return a hash of each number: the last step of the generator SplitMix64.
 
     Different numbers have different hashes.

@@ -17,7 +17,7 @@ from millrace import errors
 from millrace.gradients.merging.gather_window import GatherWindow, Sender, WaitLimit
 from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
-from millrace.gradients.sync.gather_results import GatheredWindow, GatherResults, QuorumError
+from millrace.gradients.sync.gather_results import GatherOutcome, GatherResults, QuorumError
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
@@ -39,7 +39,7 @@ def gather(
     read_gradient: ReadGradient = read_in_process,
     clock: StoreClock | None = None,
     progress: Progress = ignore_event,
-) -> GatheredWindow:
+) -> GatherOutcome:
     """Gather the gradients of a window, until all have arrived or the window has ended.
 
     Memory: that of the gathered gradients, and of those that are being read.
@@ -121,7 +121,7 @@ class _Gathering:
         self._first_seen: dict[tuple[str, str | None], datetime] = {}  # by worker and ETag
         self._seen: dict[str, datetime] = {}  # time at which what is read of a worker was seen
 
-    def run(self, clock: StoreClock) -> GatheredWindow:
+    def run(self, clock: StoreClock) -> GatherOutcome:
         """List and read until enough gradients are valid, or the window has ended."""
         began, self._clock = time.monotonic(), clock
         settings = self._settings
@@ -215,7 +215,7 @@ class _Gathering:
                 written = max(written, self._seen[uid])
             self._results.note(uid, replace(result, written=written), is_last=is_last)
 
-    def _make_result(self, seconds: float) -> GatheredWindow:
+    def _make_result(self, seconds: float) -> GatherOutcome:
         results, reader = self._results, self._reader
         every_valid = results.select_valid()
         warm = self._observed.intersection(every_valid)
@@ -249,7 +249,7 @@ class _Gathering:
         gradients = {uid: gradient for uid, (gradient, _) in valid_ones.items()}
         size = sum(gradient.size for gradient in gradients.values())
         written = {uid: written for uid, (_, written) in valid_ones.items()}
-        gathered = GatheredWindow(gradients, excluded, tuple(spare), size, seconds, written)
+        gathered = GatherOutcome(gradients, excluded, tuple(spare), size, seconds, written)
         if len(taken) < self._settings.quorum:
             raise QuorumError(
                 f"{len(taken)} gradients of window {self._gather_window.number} arrived in time, "

@@ -26,7 +26,7 @@ _MOST_READS = 3  # of one worker's gradient in a window
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredWindow:
+class GatherOutcome:
     """Gradients of a window.
 
     Attributes:
@@ -45,13 +45,13 @@ class GatheredWindow:
     seconds: float
     written: Mapping[str, datetime] = field(repr=False)
 
-    def exclude_all(self) -> "GatheredWindow":
+    def exclude_all(self) -> "GatherOutcome":
         """Return the same window without a quorum: all of its valid gradients are excluded."""
         alone = ExcludedWorker(
             reason=ExclusionReason.QUORUM, sentence="It is valid, but too few others arrived."
         )
         excluded = {**self.excluded, **dict.fromkeys(self.taken, alone)}
-        return GatheredWindow({}, excluded, (), 0, self.seconds, {})
+        return GatherOutcome({}, excluded, (), 0, self.seconds, {})
 
 
 class QuorumError(errors.UnavailableError):
@@ -61,7 +61,7 @@ class QuorumError(errors.UnavailableError):
         gathered: Result without any gradient to merge, and with a reason for each worker.
     """
 
-    def __init__(self, sentence: str, gathered: GatheredWindow) -> None:
+    def __init__(self, sentence: str, gathered: GatherOutcome) -> None:
         super().__init__(sentence)
         self.gathered = gathered
 

@@ -24,7 +24,7 @@ from millrace.gradients.merging.links import catch_up, read_link
 from millrace.gradients.progress_events import GradientRefused, PayloadConverted
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.aggregator import acquire_run_lease, load_or_begin_run
-from millrace.gradients.sync.gather_results import GatheredWindow
+from millrace.gradients.sync.gather_results import GatherOutcome
 from millrace.gradients.sync.window_merge import merge_gathered
 from millrace.gradients.templar.conversion import convert_payload
 from millrace.gradients.templar.payload import ExpectedPayload, parse_payload
@@ -212,10 +212,10 @@ class _WindowPayloads:
             )
         self._bodies.add(gradient.header.body)
 
-    def finish(self, seconds: float) -> GatheredWindow:
+    def finish(self, seconds: float) -> GatherOutcome:
         """Return the window."""
         size = sum(gradient.size for gradient in self._taken.values())
-        return GatheredWindow(self._taken, self._excluded, (), size, seconds, self._written)
+        return GatherOutcome(self._taken, self._excluded, (), size, seconds, self._written)
 
 
 def _read_payload(

@@ -21,7 +21,7 @@ from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import UpdateStored, WindowMerged
 from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
-from millrace.gradients.sync.gather_results import GatheredWindow
+from millrace.gradients.sync.gather_results import GatherOutcome
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, digest_record
@@ -59,7 +59,7 @@ def merge_gathered(
     store: Store,
     settings: RunSettings,
     gather_window: GatherWindow,
-    gathered: GatheredWindow,
+    gathered: GatherOutcome,
     before: ChainStart | ChainLink,
     weights: WeightState | ShardedWeights,
     *,
@@ -86,7 +86,7 @@ def merge_gathered(
 def merge_window(
     store: Store,
     gather_window: GatherWindow,
-    gathered: GatheredWindow,
+    gathered: GatherOutcome,
     step: ChainStep,
     weights: WeightState | ShardedWeights,
     *,

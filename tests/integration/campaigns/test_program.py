@@ -51,7 +51,7 @@ def test_a_machine_writes_its_own_gradients_and_never_the_chain(rgw: RGW, bucket
     for key in (
         "c/run/worker-0/gradient", "c/run/worker-10/gradient", "c/run/gathers/1/chain/000000001",
         "c/campaign/warming.json", "c/lease/campaign/0", "text/manifest.json", "_rentals/c/x",
-        "c/model/lease/members/worker-0/000000.json", "c/campaign/plan.json",
+        "c/model/lease/members/worker-0/000000.json", "c/campaign/training.json",
         "c/model/lease/clock/x", "c/model/lease/members/worker-10/000000.json", "c/model/x", "x",
         own.roster, own.make_vote_key("worker-0"), own.make_vote_key("worker-10"),
         own.make_late_vote_key("worker-2"),

@@ -310,7 +310,7 @@ def test_a_worker_keeps_no_dataset_by_a_campaign_of_its_own_making(tmp_path):
     clock = StoreClock.read(store, "c", Holder.describe_this_process())
     put(store, f"c/run/worker-1/{place_of_gradient('worker-1')}", b"x")
     for campaign in ("c/run/worker-1/x", "d"):
-        put(store, f"{campaign}/campaign/plan.json", b'{"record": {"dataset": "words"}}')
+        put(store, f"{campaign}/campaign/training.json", b'{"record": {"dataset": "words"}}')
         lease = LeaseKeys(f"{campaign}/model", "members/z")
         acquire(store, lease, Holder.describe_this_process(), timedelta(hours=1), clock)
     policy = ProtectionPolicy([store], (), VerifyDepth.SIZES, clock)

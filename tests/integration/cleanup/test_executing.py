@@ -739,7 +739,7 @@ def test_the_checkpoint_stays_that_a_start_of_a_later_version_names(folder):
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"record": 1}', b"9" * (1 << 21)])
 def test_a_damaged_plan_of_a_campaign_stops_no_cleaning(folder, body):
     folder.put_dataset("words", 2)
-    folder.put("small/campaign/plan.json", body)
+    folder.put("small/campaign/training.json", body)
     folder.put_lease("small", "campaign")
     assert len(planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))) == 6
 

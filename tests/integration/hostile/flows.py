@@ -63,6 +63,7 @@ from millrace.datasets import (
     PipelineSettings,
     ShardingSettings,
     SourceLocation,
+    Verification,
     delete_garbage,
     find_datasets,
     plan_garbage,
@@ -166,7 +167,7 @@ def _verify_datasets(site: Site) -> Any:
         name: _asked(lambda name=name: read_status(store, name).ended_partitions) for name in names
     }
     checked = {
-        name: _asked(lambda name=name: verify_dataset(store, name).is_intact) for name in names
+        name: _asked(lambda name=name: _is_whole(verify_dataset(store, name))) for name in names
     }
     for name in names:
         site.said += [f"{name}: status {seen[name]}", f"{name}: verified {checked[name]}"]
@@ -174,6 +175,11 @@ def _verify_datasets(site: Site) -> Any:
         site.blame("dst/", keys.plan, f"{name}: status")
         site.blame("dst/", keys.manifest, f"{name}: verified")
     return [seen["sets/words"], checked["sets/words"]]
+
+
+def _is_whole(found: Verification) -> bool:
+    """Decide whether all objects of a dataset are right, whatever lies beside its shards."""
+    return not (found.faults or found.other_faults)
 
 
 def _collect(site: Site) -> Any:
@@ -794,19 +800,19 @@ FLOWS: dict[str, Flow] = {
         Flow("prewarm", NODE, _sharded, _prewarm, DATASETS),
         *(Flow(f"millrace machine {name}", HOST, _nothing, renting.command(name), RENTED)
           for name in renting.COMMANDS),
-        *(Flow(f"millrace {name}", WORKER, _merged, commands.command(words), CHAIN)
+        *(Flow(f"millrace {name}", WORKER, _merged, commands.command(name, words), CHAIN)
           for name, words in commands.RUNS.items()),
-        *(Flow(f"millrace {name}", FOREIGN, _templar, commands.command(words), TEMPLAR)
+        *(Flow(f"millrace {name}", FOREIGN, _templar, commands.command(name, words), TEMPLAR)
           for name, words in commands.IMPORTED.items()),
-        *(Flow(f"millrace {name}", WORKER, _scored, commands.command(words), CHAIN)
+        *(Flow(f"millrace {name}", WORKER, _scored, commands.command(name, words), CHAIN)
           for name, words in commands.SCORED.items()),
-        *(Flow(f"millrace {name}", HOST, _sharded, commands.command(words), DATASETS)
+        *(Flow(f"millrace {name}", HOST, _sharded, commands.command(name, words), DATASETS)
           for name, words in commands.DATASETS.items()),
-        *(Flow(f"millrace {name}", FOREIGN, _parquet, commands.command(words), PAGES)
+        *(Flow(f"millrace {name}", FOREIGN, _parquet, commands.command(name, words), PAGES)
           for name, words in commands.PAGES.items()),
-        *(Flow(f"millrace {name}", HOST, _checkpoints, commands.command(words), CHECKPOINTS)
+        *(Flow(f"millrace {name}", HOST, _checkpoints, commands.command(name, words), CHECKPOINTS)
           for name, words in commands.CHECKPOINTS.items()),
-        *(Flow(f"millrace {name}", WORKER, _bucket, commands.command(words), BUCKET)
+        *(Flow(f"millrace {name}", WORKER, _bucket, commands.command(name, words), BUCKET)
           for name, words in commands.BUCKETS.items()),
     )
 }  # fmt: skip

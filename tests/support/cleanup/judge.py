@@ -151,6 +151,8 @@ def _match_temporary_object(key: str) -> ParsedKey | None:
 
 
 def _match_record(key: str) -> ParsedKey | None:
+    if match := re.fullmatch(r"(.+)/campaign/(training|warming)\.json", key):
+        return ParsedKey("record", match[1])
     for marker in ("/lease/", "/epochs/"):
         if marker in key:
             return ParsedKey("record", key.partition(marker)[0])

@@ -127,8 +127,8 @@ def test_a_worker_cannot_put_its_junk_down_to_another():
     workers = WorkerPrefixes()
     for key in (
         "c/run/worker-1/c/run/worker-2/gradient-000000000-worker-2-v1.safetensors",
-        "c/run/worker-1/c/campaign/plan.json",
-        "c/campaign/plan.json",
+        "c/run/worker-1/c/campaign/training.json",
+        "c/campaign/training.json",
     ):
         workers.learn(key)
     for rest in ("c/run/worker-2/x", "c/model/members/worker-3/x"):
