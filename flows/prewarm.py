@@ -172,7 +172,8 @@ def prewarm(
 ) -> PrewarmReport:
     """Put the same files on every node of a cluster, reading each byte from the store once.
 
-    The nodes copy the files from each other. A run that was stopped fetches only missing pieces
+    The nodes copy the files from each other. Only an object of which nothing has a digest is read
+    twice, by two nodes, which must agree. A run that was stopped fetches only missing pieces
     when it is started again. The Prefect worker must reach the machines. For a Ray cluster, the
     worker runs on a machine of the cluster.
 

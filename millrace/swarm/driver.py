@@ -41,8 +41,9 @@ _TICK_INTERVAL = 0.25
 def prewarm(settings: PrewarmSettings, *, progress: Progress = ignore_event) -> PrewarmReport:
     """Put the same files on every node of a cluster, reading each byte from the store once.
 
-    A node that is lost, full or wrong does not affect the others. After a run that was stopped,
-    the next run fetches only the missing pieces.
+    An object of which nothing has a digest is read twice, by two nodes, which must agree. A node
+    that is lost, full or wrong does not affect the others. After a run that was stopped, the next
+    run fetches only the missing pieces.
 
     Args:
         settings: Files, their destination, and the nodes.
