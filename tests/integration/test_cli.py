@@ -294,7 +294,7 @@ def test_plan_fails_with_a_plan_that_cannot_be_read(run, settings, tmp_path):
 
 
 def test_the_store_of_a_source_stands_beside_its_other_settings(run, settings):
-    """As in a flow's form, and in a campaign's file."""
+    """A flow's form and a campaign's file have it there."""
     settings.write_text(settings.read_text().replace("source: {url:", "source: {store: {url:", 1))
     settings.write_text(settings.read_text().replace("}\n", "}}\n", 1))
     assert "source: the settings of its store stand beside its other settings: write" in run(

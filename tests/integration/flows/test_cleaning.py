@@ -103,7 +103,7 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
 def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
     prefect_api: PrefectServer,
 ) -> None:
-    """As on a server where nothing was set up: what `prefect deploy --all` schedules does this."""
+    """The server has no blocks: what `prefect deploy --all` schedules does this."""
     for name in ("gradients", "aggregator", "dataset"):
         with contextlib.suppress(ValueError):
             Bucket.delete(name)

@@ -137,7 +137,7 @@ def test_all_who_take_part_have_the_same_weights_and_they_learn(store):
 
 
 def test_what_is_not_trained_or_has_two_names_is_carried_along(tmp_path):
-    """As a state dict has it: the running means of a norm, and a weight that is tied."""
+    """A state dict has the running means of a norm, and a weight that is tied."""
     store = open_store(tmp_path.as_uri())
     settings = settings_of(1).model_copy(update={"codec": Codec(k=4096, bits=16)})
 

@@ -77,7 +77,8 @@ def command(name: str, words: Words) -> Callable[[Site], Any]:
     """Return the act of a flow: a command, its exit code, and what is left of our objects."""
 
     def act(site: Site) -> Any:
-        code = (verify if name == "verify" else invoke)(site, words(site))
+        run = judge_dataset if name in {"run", "verify"} else invoke
+        code = run(site, words(site))
         left = [
             key
             for key in site.list_unwritten()
@@ -97,14 +98,15 @@ def copy_bucket(site: Site) -> list[Any]:
     return [0 if site.junk and code == 1 else code, odd]
 
 
-def verify(site: Site, words: list[str]) -> list[Any]:
-    """Run `verify` of a dataset; return its exit code and whether it prints only text.
+def judge_dataset(site: Site, words: list[str]) -> list[Any]:
+    """Run a command that verifies a dataset; return its exit code and whether it prints only text.
 
     The exit code is 1 where hostile objects lie beside the shards, which are right: all are named.
     """
     code, odd = invoke(site, words)
     strays = [line for line in site.said if "not in the manifest" in line]
-    is_whole = any("12 shards of 12 as the manifest says" in line for line in site.said)
+    whole = ("12 shards of 12 as the manifest says", "12 shards verified, 0 made again")
+    is_whole = any(text in line for text in whole for line in site.said)
     return [0 if site.junk and code == 1 and strays and is_whole else code, odd]
 
 

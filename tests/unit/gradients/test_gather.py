@@ -325,7 +325,7 @@ def test_what_cannot_be_asked_is_refused(store):
 
 @pytest.mark.parametrize("reason", [*BAD, ExclusionReason.EARLY, ExclusionReason.DUPLICATE])
 def test_a_right_gradient_that_overwrites_a_refused_one_counts(store, reason):
-    """As what an earlier run of the same name has left, until this run's workers have sent."""
+    """An earlier run of the same name may have left them, until this run's workers have sent."""
     heard: list[Event] = []
 
     def sends_the_right_one(event: Event) -> None:

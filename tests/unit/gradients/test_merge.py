@@ -89,7 +89,7 @@ def clipped(rows: np.ndarray, faulty: int = 0) -> np.ndarray:
 
 
 def centered_clip(rows: np.ndarray, steps: int) -> np.ndarray:
-    """As published, with whole vectors."""
+    """The published algorithm, with whole vectors."""
     apart = np.linalg.norm(rows[:, None] - rows[None], axis=2)
     centre = rows[np.argmin(np.median(apart, axis=1))]
     for _ in range(steps):
