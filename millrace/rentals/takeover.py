@@ -1,12 +1,15 @@
 """Takeover of a rental: the machines and the costs of the owners before, from the ledger."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from millrace.errors import UnavailableError
 from millrace.formatting import format_count
 from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, ReleaseDecision
+from millrace.rentals.reports import read_heartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
@@ -63,6 +66,8 @@ def take_over_machines(
             _add_released(state, machine)
             continue
         state.costs[attempt.number] = 0.0
+        with suppress(UnavailableError):  # the money is counted before the first look at a report
+            machine.reports.heartbeat = read_heartbeat(context.store, machine.reports.keys)
         instance = attempt.find_instance(instances)
         if instance is None:
             machine.estimated_end = signs.estimate_end(attempt, context.now())

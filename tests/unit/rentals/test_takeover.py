@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from millrace import errors
+from millrace.keys.rentals import MachineKeys
 from millrace.records import commit_once
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import record_release
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import (
     delete_detach_records,
@@ -19,7 +21,7 @@ from millrace.rentals.takeover import (
     take_over_machines,
 )
 from millrace.schemas.rental import DetachRecord, ReleaseReason
-from millrace.storage import exists
+from millrace.storage import exists, put
 from tests.support.rentals.parts import (
     START,
     FakeVast,
@@ -84,6 +86,22 @@ def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request
     assert state.active[0].attempt.instance_id == 11
     assert set(state.unclaimed) == {0}
     assert state.next_attempt == 2
+
+
+def test_the_traffic_of_a_machine_counts_from_the_beginning(context: RentalContext) -> None:
+    """A new owner whose money is spent releases its machines before it looks at their reports."""
+    attempt = make_attempt(0, instance_id=10)
+    priced = attempt.intent.model_copy(update={"download_dollars_per_gb": 0.5})
+    write(context, replace(attempt, intent=priced))
+    heartbeat = MachineHeartbeat(number=1, received=10**9)
+    key = MachineKeys(context.keys.make_machine_prefix(0)).heartbeat
+    put(context.store, key, heartbeat.model_dump_json().encode())
+    context.clock.sleep(3600)
+    state = RentalState(2)
+    take_over(context, state)
+    assert state.active[0].compute_cost(context.now()) == pytest.approx(
+        0.5 + attempt.intent.dollars_per_hour
+    )
 
 
 def test_a_detached_machine_has_an_owner_again(context: RentalContext) -> None:
