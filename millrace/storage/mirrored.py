@@ -17,22 +17,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
-from millrace.digest import (
-    BLOCK_SIZE,
-    compute_digest,
-    find_differing_blocks,
-    get_algorithm,
-    hash_blocks,
-    make_hasher,
-    slice_blocks,
-)
+from millrace.storage.copy_reader import CopyReader, UnprovenCopyError, WantedRange
+from millrace.storage.mirror_locations import CopyLocation, MirrorReport
 from millrace.storage.mirror_policy import (
     CircuitBreaker,
     Clock,
     DurationWindow,
     HedgeBudget,
     MirrorPolicy,
-    RelativeRate,
     WeightedTurns,
 )
 from millrace.storage.mirrored_objects import (
@@ -40,10 +32,8 @@ from millrace.storage.mirrored_objects import (
     FetchedRange,
     MirroredObject,
     ObjectTable,
-    SampledRange,
 )
-from millrace.storage.open import Backend, Store
-from millrace.storage.read import head, read_range, stream
+from millrace.storage.open import Store
 from millrace.storage.retry import draw_backoff
 from millrace.threads import DaemonThreadPool
 
@@ -56,124 +46,6 @@ _PROBE_BYTES = 64 << 10
 _MAX_KEYS = 10_000  # keys of missing objects that are counted
 _SHORTEST_WAIT = 0.002  # seconds between two tries to take a further request from the budget
 _OBJECT_ERRORS = (errors.NotFoundError, errors.ChangedError, errors.CorruptError)
-
-
-@dataclass(frozen=True, slots=True)
-class LocationReport:
-    """Work of one location of a reader of mirrors.
-
-    Attributes:
-        name: URL of the location, with its endpoint if it has one.
-        requests: Number of requests, with those of proofs and probes.
-        served_bytes: Bytes that were used.
-        unused_bytes: Bytes that arrived after another location was faster, or for a proof.
-        failures: Number of requests that failed.
-        hedges: Number of requests that were made since another location was slow.
-        won_hedges: Number of these requests that were faster.
-        differing: Number of objects whose copies differ.
-        missing: Number of objects that have no copy.
-        is_dropped: Whether the location is left out, since several of its objects differ.
-    """
-
-    name: str
-    requests: int
-    served_bytes: int
-    unused_bytes: int
-    failures: int
-    hedges: int
-    won_hedges: int
-    differing: int
-    missing: int
-    is_dropped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorReport:
-    """Work of a reader of mirrors.
-
-    Attributes:
-        reads: Number of ranges that were read.
-        locations: Work of each location.
-    """
-
-    reads: int
-    locations: tuple[LocationReport, ...]
-
-    @property
-    def further_share(self) -> float:
-        """Number of requests beyond one for each read, as a share of the reads."""
-        requests = sum(location.requests for location in self.locations)
-        return (requests - self.reads) / self.reads if self.reads else 0.0
-
-    def describe(self) -> str:
-        """Return a sentence for each location, on a line of its own."""
-        return "\n".join(
-            f"{one.name}: {one.served_bytes:,} bytes by {one.requests:,} requests, "
-            f"{one.failures:,} failed, {one.hedges:,} hedges ({one.won_hedges:,} faster), "
-            f"{one.unused_bytes:,} bytes unused"
-            for one in self.locations
-        )
-
-
-class _UnprovenCopyError(errors.ChangedError):
-    """A copy cannot be compared with the object."""
-
-
-@dataclass(slots=True)
-class _Location:
-    """A store, and its health.
-
-    Attributes:
-        number: Number of the location.
-        store: Store whose requests are tried once.
-        name: URL and endpoint.
-        breaker: Breaker of its requests.
-        pool: Threads of its requests.
-        rate: Measured rate.
-        differing: Keys of the objects whose copies differ.
-        missing: Keys of the objects that have no copy, up to a number.
-    """
-
-    number: int
-    store: Store
-    name: str
-    breaker: CircuitBreaker
-    pool: DaemonThreadPool
-    rate: RelativeRate = field(default_factory=RelativeRate)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    requests: int = 0
-    served: int = 0
-    received: int = 0
-    failures: int = 0
-    hedges: int = 0
-    won_hedges: int = 0
-    differing: set[str] = field(default_factory=set[str])
-    missing: set[str] = field(default_factory=set[str])
-    is_dropped: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        """True if the location is a folder of this machine."""
-        return self.store.location.backend is Backend.FILE
-
-    @property
-    def is_available(self) -> bool:
-        """True if requests may be made now."""
-        return not self.breaker.is_open and self.store.throttle.resume_at <= time.monotonic()
-
-    def add_received(self, size: int) -> None:
-        """Count bytes that have arrived."""
-        with self.lock:
-            self.received += size
-
-    def make_report(self) -> LocationReport:
-        """Return the counts."""
-        with self.lock:
-            return LocationReport(
-                self.name, self.requests, self.served, self.received - self.served, self.failures,
-                self.hedges, self.won_hedges, len(self.differing), len(self.missing),
-                self.is_dropped,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,22 +63,14 @@ class _Race:
     """Attempts to read one range.
 
     Attributes:
-        item: The object.
-        state: State of its copies.
-        start: Offset of the first byte.
-        end: Offset after the last byte.
-        allow_unproven: Whether the caller checks the bytes.
+        wanted: The range.
         is_over: Whether an attempt has won, so that others stop.
         outcomes: Outcomes of attempts.
         pending: Locations with an attempt.
         faults: Errors of the attempts.
     """
 
-    item: MirroredObject
-    state: CopyStates
-    start: int
-    end: int
-    allow_unproven: bool
+    wanted: WantedRange
     is_over: bool = False
     outcomes: "queue.SimpleQueue[_Outcome]" = field(default_factory=queue.SimpleQueue["_Outcome"])
     pending: set[int] = field(default_factory=set[int])
@@ -246,7 +110,7 @@ class MirroredReader:
         self._clock = clock
         self._retry_seconds = max(one.spec.retry_timeout for one in stores).total_seconds()
         self._locations = [
-            _Location(
+            CopyLocation(
                 number,
                 store.with_retry_timeout(timedelta(0)),
                 f"{store.url} ({store.endpoint})" if store.endpoint else store.url,
@@ -258,6 +122,9 @@ class MirroredReader:
         self.stores = tuple(stores)
         self._budget, self._turns = HedgeBudget(self._policy), WeightedTurns()
         self._durations, self._objects = DurationWindow(), ObjectTable()
+        self._copies = CopyReader(
+            self._locations, self._budget, self._durations, clock, self._retry_seconds
+        )
         self._lock = threading.Lock()
         self._reads = 0
         self._is_closed = False
@@ -333,7 +200,7 @@ class MirroredReader:
         deadline = self._clock() + self._retry_seconds
         failures = 0
         while True:
-            race = _Race(item, state, start, end, allow_unproven)
+            race = _Race(WantedRange(item, state, start, end, allow_unproven))
             fetched = self._run_race(race, avoid)
             if fetched is not None:
                 return fetched
@@ -363,9 +230,11 @@ class MirroredReader:
         """Ask locations until one has answered; return None if all have failed."""
         if not self._start_next(race, avoid):
             return None
-        self._probe(race.item)
+        self._probe(race.wanted.item)
         began = self._clock()
-        usual = self._durations.find_quantile(race.end - race.start, self._policy.hedge_quantile)
+        usual = self._durations.find_quantile(
+            race.wanted.end - race.wanted.start, self._policy.hedge_quantile
+        )
         slow = max(self._policy.slow_seconds, self._policy.slow_ratio * (usual or 0))
         hedge_at = math.inf if usual is None else began + usual
         slow_at = began + slow
@@ -421,7 +290,7 @@ class MirroredReader:
         self._start(race, chosen, is_hedge=True)
         return math.inf
 
-    def _start(self, race: _Race, location: _Location, *, is_hedge: bool) -> None:
+    def _start(self, race: _Race, location: CopyLocation, *, is_hedge: bool) -> None:
         race.pending.add(location.number)
         if location.is_local:
             self._attempt(race, location, is_hedge=is_hedge)
@@ -436,20 +305,20 @@ class MirroredReader:
         if self._is_closed:
             attempt.cancel()
 
-    def _list_allowed(self, race: _Race, avoid: Collection[int]) -> list[_Location]:
+    def _list_allowed(self, race: _Race, avoid: Collection[int]) -> list[CopyLocation]:
         """Return the locations that may be asked, and were not asked in this race."""
         if self._is_closed:
             return []
-        tried = {*avoid, *race.pending, *race.faults, *race.state.faults}
+        tried = {*avoid, *race.pending, *race.faults, *race.wanted.state.faults}
         return [
             location
             for location in self._locations
             if location.number not in tried
             and not location.is_dropped
-            and (race.allow_unproven or self._is_provable(race.item, race.state, location))
+            and self._copies.can_prove(race.wanted, location)
         ]
 
-    def _take_turn(self, available: Sequence[_Location]) -> _Location:
+    def _take_turn(self, available: Sequence[CopyLocation]) -> CopyLocation:
         """Return the location to ask next: a folder, or else by the measured rates."""
         for location in available:
             if location.is_local:
@@ -471,10 +340,10 @@ class MirroredReader:
             self._budget.spend()
             location.pool.submit(self._run_probe, location, item)
 
-    def _run_probe(self, location: _Location, item: MirroredObject) -> None:
+    def _run_probe(self, location: CopyLocation, item: MirroredObject) -> None:
         size = min(item.size, _PROBE_BYTES)
         try:
-            self._request(location, item, 0, size, etag=None)
+            self._copies.request(location, item, 0, size, etag=None)
         except _OBJECT_ERRORS:
             location.breaker.note_success()
         except errors.MillraceError as error:
@@ -484,15 +353,15 @@ class MirroredReader:
 
     # One attempt, in a thread of its location.
 
-    def _attempt(self, race: _Race, location: _Location, *, is_hedge: bool) -> None:
+    def _attempt(self, race: _Race, location: CopyLocation, *, is_hedge: bool) -> None:
         number = location.number
         try:
             if race.is_over:
                 return
-            fetched = self._read_copy(race, location)
+            fetched = self._copies.read(race.wanted, location, lambda: race.is_over)
             location.breaker.note_success()
             if fetched.is_proven:
-                race.state.keep_sample(race.start, fetched.data)
+                race.wanted.state.keep_sample(race.wanted.start, fetched.data)
             race.outcomes.put(_Outcome(number, is_hedge, fetched=fetched))
         except errors.StoppedError:
             race.outcomes.put(_Outcome(number, is_hedge))
@@ -504,171 +373,15 @@ class MirroredReader:
             race.outcomes.put(_Outcome(number, is_hedge, error=fault))
             raise
 
-    def _handle_error(self, race: _Race, location: _Location, error: errors.MillraceError) -> None:
-        if isinstance(error, _UnprovenCopyError):
+    def _handle_error(
+        self, race: _Race, location: CopyLocation, error: errors.MillraceError
+    ) -> None:
+        if isinstance(error, UnprovenCopyError):
             return
         if not isinstance(error, _OBJECT_ERRORS):
             self._count_failure(location, error)
             return
-        self._leave_out(location, race.item, race.state, error)
-
-    def _read_copy(self, race: _Race, location: _Location) -> FetchedRange:
-        """Read the range of a copy. The first read of a copy also proves it.
-
-        Raises:
-            _UnprovenCopyError: The copy cannot be compared.
-            ChangedError, CorruptError: The copy differs.
-        """
-        item, state, number = race.item, race.state, location.number
-        start, end = race.start, race.end
-        pinned = state.pinned.get(number)
-        if pinned is not None:
-            data = self._request(location, item, start, end, etag=pinned, race=race)
-            return FetchedRange(data, number, pinned, is_proven=True)
-        if item.listed_by == number or self._has_equal_etags(item, state, location):
-            try:
-                data = self._request(
-                    location, item, start, end, etag=item.etag, size=item.size, race=race
-                )
-            except errors.ChangedError:
-                if item.listed_by == number:
-                    raise
-                state.unequal.add(number)
-                self._budget.spend()
-            else:
-                state.pin(number, item.etag)
-                return FetchedRange(data, number, item.etag, is_proven=True)
-        etag = state.described.get(number) or self._describe(location, item, state)
-        if item.blocks:
-            data = self._read_blocks(race, location, etag)
-        elif race.allow_unproven:
-            if state.sample:
-                self._compare_sample(location, item, state.sample, etag)
-            data = self._request(location, item, start, end, etag=etag, race=race)
-            return FetchedRange(data, number, etag, is_proven=False)
-        elif item.digest:
-            with state.lock:
-                if number not in state.pinned:
-                    self._compare_digest(location, item, etag)
-                    state.pin(number, etag)
-            data = self._request(location, item, start, end, etag=etag, race=race)
-        else:
-            raise _UnprovenCopyError(
-                f"{location.name} has another ETag for {item.key}, and no digest is known by which "
-                "the copy could be compared."
-            )
-        state.pin(number, etag)
-        return FetchedRange(data, number, etag, is_proven=True)
-
-    def _is_provable(self, item: MirroredObject, state: CopyStates, location: _Location) -> bool:
-        number = location.number
-        return bool(
-            number in state.pinned
-            or item.digest
-            or item.listed_by == number
-            or self._has_equal_etags(item, state, location)
-        )
-
-    def _has_equal_etags(
-        self, item: MirroredObject, state: CopyStates, location: _Location
-    ) -> bool:
-        """Decide whether a copy may have the ETag of the listing, which proves that it is equal.
-
-        ETags of S3 are computed from the bytes. With a key service, they are random, so that two of
-        them are never equal.
-        """
-        if item.listed_by is None or not item.etag or location.number in state.unequal:
-            return False
-        listed = self._locations[item.listed_by]
-        return listed.store.is_s3_compatible and location.store.is_s3_compatible
-
-    def _describe(self, location: _Location, item: MirroredObject, state: CopyStates) -> str:
-        """Return the ETag of a copy, whose size is compared. One request."""
-        self._budget.spend()
-        with location.lock:
-            location.requests += 1
-        found = head(location.store, item.key)
-        if found.size != item.size:
-            raise errors.ChangedError(f"it has {found.size:,} bytes, not {item.size:,}")
-        if not found.etag:
-            raise errors.ChangedError("the store gives no ETag, so a change would not be seen")
-        state.described[location.number] = found.etag
-        return found.etag
-
-    def _read_blocks(self, race: _Race, location: _Location, etag: str) -> bytes:
-        """Read the blocks that a range is in, compare their digests, and return the range."""
-        item = race.item
-        blocks = range(race.start // BLOCK_SIZE, -(-race.end // BLOCK_SIZE))
-        first, last = blocks.start * BLOCK_SIZE, min(item.size, blocks.stop * BLOCK_SIZE)
-        data = self._request(location, item, first, last, etag=etag, race=race)
-        expected = slice_blocks(item.blocks, blocks)
-        if find_differing_blocks(hash_blocks(data), expected):
-            raise errors.CorruptError("its bytes do not have the digests of their blocks")
-        return data[race.start - first : race.end - first]
-
-    def _compare_sample(
-        self, location: _Location, item: MirroredObject, sample: SampledRange, etag: str
-    ) -> None:
-        """Compare a range of a copy with that of a proven one. One request."""
-        self._budget.spend()
-        data = self._request(location, item, sample.start, sample.end, etag=etag)
-        if compute_digest(data) != sample.digest:
-            raise errors.CorruptError(
-                f"its bytes {sample.start:,} to {sample.end:,} are others than elsewhere"
-            )
-
-    def _compare_digest(self, location: _Location, item: MirroredObject, etag: str) -> None:
-        """Read a copy whole, and compare its digest."""
-        hasher = make_hasher(get_algorithm(item.digest))
-        store = location.store.with_retry_timeout(timedelta(seconds=self._retry_seconds))
-        for data in stream(store, item.key, end=item.size, etag=etag):
-            self._budget.spend()
-            with location.lock:
-                location.requests += 1
-                location.received += len(data)
-            hasher.update(data)
-        if hasher.compute() != item.digest:
-            raise errors.CorruptError("its bytes do not have the digest of the object")
-
-    def _request(
-        self,
-        location: _Location,
-        item: MirroredObject,
-        start: int,
-        end: int,
-        *,
-        etag: str | None,
-        size: int | None = None,
-        race: _Race | None = None,
-    ) -> bytes:
-        """Read a range of a copy by its ETag, and note the duration. One request."""
-
-        def handle_block(size: int) -> None:
-            location.add_received(size)
-            if race is not None and race.is_over:
-                raise errors.StoppedError("Another location was faster.")
-
-        with location.lock:
-            location.requests += 1
-        began = self._clock()
-        try:
-            data = read_range(
-                location.store, item.key, start, end, etag=etag, size=size, on_block=handle_block
-            )
-        except errors.StoppedError:
-            self._record_duration(location, end - start, self._clock() - began)
-            raise
-        self._record_duration(location, end - start, self._clock() - began)
-        if len(data) != end - start:
-            raise errors.ChangedError(f"it has fewer than {end:,} bytes")
-        return data
-
-    def _record_duration(self, location: _Location, size: int, seconds: float) -> None:
-        usual = self._durations.find_quantile(size, 0.5)
-        with location.lock:
-            location.rate.record(seconds, usual)
-        if not location.is_local:
-            self._durations.record(size, seconds)
+        self._leave_out(location, race.wanted.item, race.wanted.state, error)
 
     # Counts and messages.
 
@@ -679,7 +392,7 @@ class MirroredReader:
             location.won_hedges += outcome.is_hedge
 
     def _count_failure(
-        self, location: _Location, error: errors.MillraceError, *, is_probe: bool = False
+        self, location: CopyLocation, error: errors.MillraceError, *, is_probe: bool = False
     ) -> None:
         with location.lock:
             location.failures += 1
@@ -688,7 +401,7 @@ class MirroredReader:
 
     def _leave_out(
         self,
-        location: _Location,
+        location: CopyLocation,
         item: MirroredObject,
         state: CopyStates,
         error: errors.MillraceError,
@@ -725,7 +438,7 @@ class MirroredReader:
 
     def _make_error(self, race: _Race) -> errors.MillraceError:
         """Return the error for bytes that no location has, with the reason of each."""
-        faults = {**race.state.faults, **race.faults}
+        faults = {**race.wanted.state.faults, **race.faults}
         order = (errors.UnavailableError, errors.DeniedError, errors.CorruptError,
                  errors.ChangedError, errors.NotFoundError)  # fmt: skip
         kind = next(
@@ -739,6 +452,6 @@ class MirroredReader:
         if left_out:
             reasons.append(f"Left out, since their objects differ: {', '.join(left_out)}.")
         return kind(
-            f"{race.item.key} cannot be read from any of {len(self._locations)} locations. Read it "
-            "again when one answers, or restore the object.\n" + "\n".join(reasons)
+            f"{race.wanted.item.key} cannot be read from any of {len(self._locations)} locations. "
+            "Read it again when one answers, or restore the object.\n" + "\n".join(reasons)
         )

@@ -17,7 +17,8 @@ from millrace.datasets.loader.mirrored_files import (
 )
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.storage import Backend, Store, StoreSpec, head
-from millrace.storage.mirrored import Check, MirroredReader, MirrorReport
+from millrace.storage.mirror_locations import MirrorReport
+from millrace.storage.mirrored import Check, MirroredReader
 from millrace.storage.mirrored_download import download
 from millrace.storage.mirrored_objects import MirroredObject
 

@@ -13,7 +13,8 @@ from millrace.datasets.sources.store_files import StoreFiles
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, StoreSpec, open_store
-from millrace.storage.mirrored import MirroredReader, MirrorReport
+from millrace.storage.mirror_locations import MirrorReport
+from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_objects import FetchedRange, MirroredObject
 from millrace.storage.read import READ_BLOCK_SIZE
 

@@ -33,7 +33,7 @@ from millrace.datasets.loader.page_index import (
     warn_of_stale,
 )
 from millrace.datasets.sources.files import SourceFiles, fetch_ahead
-from millrace.storage.mirrored import MirrorReport
+from millrace.storage.mirror_locations import MirrorReport
 
 T = TypeVar("T")
 

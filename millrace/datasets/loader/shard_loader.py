@@ -40,7 +40,7 @@ from millrace.datasets.verify import read_manifest
 from millrace.digest import BLOCK_SIZE
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec
-from millrace.storage.mirrored import MirrorReport
+from millrace.storage.mirror_locations import MirrorReport
 from millrace.threads import DaemonThreadPool
 
 if TYPE_CHECKING:

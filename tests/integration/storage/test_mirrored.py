@@ -15,7 +15,7 @@ import pytest
 
 from millrace import errors
 from millrace.digest import BLOCK_SIZE, combine_blocks, compute_digest, hash_blocks
-from millrace.storage import head, mirrored, open_store, put, read_range
+from millrace.storage import copy_reader, head, open_store, put, read_range
 from millrace.storage.mirror_policy import MirrorPolicy
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_download import download
@@ -163,7 +163,7 @@ def test_a_read_that_waits_for_a_thread_ends_when_the_reader_is_closed(
             waiting.set()
         return future
 
-    monkeypatch.setattr(mirrored, "read_range", read_late)
+    monkeypatch.setattr(copy_reader, "read_range", read_late)
     monkeypatch.setattr(DaemonThreadPool, "submit", submit_and_tell)
     first = callers.submit(reader.read_range, items[0], 0, 9)
     assert arrived.wait(60)

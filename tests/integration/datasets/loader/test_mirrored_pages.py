@@ -12,7 +12,7 @@ import pytest
 from millrace import errors
 from millrace.datasets.loader import PageLoader
 from millrace.storage import StoreSpec, put, read
-from millrace.storage.mirrored import MirrorReport
+from millrace.storage.mirror_locations import MirrorReport
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
