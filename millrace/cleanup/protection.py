@@ -248,8 +248,10 @@ def find_unmatched_pins(store: Store, pins: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _begins_any_key(store: Store, prefix: str) -> bool:
-    return next(list_objects(store, prefix, exact=True), None) is not None
+def _begins_any_key(store: Store, folder: str) -> bool:
+    if store.location.backend is Backend.FILE and not Path(store.location.bucket, folder).is_dir():
+        return False  # a file cannot be listed
+    return next(list_objects(store, folder, exact=True), None) is not None
 
 
 def _is_key(store: Store, text: str) -> bool:

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from flows import campaign as stages
+from flows import campaign, campaign_machines
 from flows.campaign_plan import CampaignPlan
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.gradients.progress_events import WindowMerged
@@ -75,14 +75,15 @@ def make_listener(listen: Callable[..., None]) -> Callable[..., None]:
 
 def main() -> None:
     """Run it to its end."""
-    for name in STAGES:
-        setattr(stages, name, announce_stage(name, getattr(stages, name)))
+    for module in (campaign, campaign_machines):
+        for name in {*STAGES}.intersection(vars(module)):
+            setattr(module, name, announce_stage(name, getattr(module, name)))
     LiveProgress.__call__ = make_listener(LiveProgress.__call__)
     monitor = partial(OwnerMonitor, grace_period=float(sys.argv[2]))
     for module in (renting, supervisor):
         module.__dict__["OwnerMonitor"] = monitor
     plan = CampaignPlan.model_validate_json(Path(sys.argv[1]).read_text())
-    found = stages.run_campaign(plan)
+    found = campaign.run_campaign(plan)
     say({"done": found.windows})
 
 
