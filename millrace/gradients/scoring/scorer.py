@@ -1,7 +1,8 @@
 """Scorer of a run: it follows the chain, and commits the scores after each window.
 
-The chain is the only source: the links name the workers, and the updates have their gradients. So a
-scorer may run at any time and anywhere, and nobody can change what it judges.
+The chain is the only source: the links name the workers, the updates have their gradients, and the
+openings of the windows say for how many gradients each waited. So a scorer may run at any time and
+anywhere, and nobody can change what it judges.
 """
 
 import math
