@@ -21,7 +21,7 @@ from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acq
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
-from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects
+from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects, marks_folder
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _LISTED_PER_BATCH = 1000  # leases of partitions: one request, as a batch has 1,000 objects
@@ -161,7 +161,7 @@ class _HeldDataset:
         if is_complete:
             prefixes.append(make_lease_prefix(keys.dataset))
         for prefix in prefixes:
-            for stat in list_objects(self.store, prefix):
+            for stat in list_objects(self.store, prefix, exact=True):
                 # A run that continues needs seek points, indexes and digests. A repair does not.
                 is_needed = (
                     stat.key in referenced
@@ -169,7 +169,7 @@ class _HeldDataset:
                     or (not is_complete and keys.is_seek_point_or_index(stat.key))
                     or (not is_complete and keys.is_file_digests(stat.key))
                 )
-                if not is_needed:
+                if not is_needed and not marks_folder(stat):
                     yield stat
 
 

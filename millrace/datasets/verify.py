@@ -16,7 +16,7 @@ from millrace.lease import Census, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
-from millrace.storage import Store, describe_difference, list_objects
+from millrace.storage import Store, describe_difference, list_objects, marks_folder
 
 _STRAY = "not in the manifest; `millrace dataset collect-garbage` deletes it after an hour"
 
@@ -178,12 +178,13 @@ def _list_strays(store: Store, keys: DatasetKeys, manifest: Manifest) -> list[st
             f"{keys.shards}{shard_format}",
             keys.make_shards_prefix(shard_format, split).removesuffix("/"),
         )
-    }  # S3 consoles mark a folder by an empty object
+    }  # a store that does not list slashes at the end of keys may have such marks, too
     return [
         stat.key
-        for stat in list_objects(store, keys.shards)
+        for stat in list_objects(store, keys.shards, exact=True)
         if stat.key not in named
         and stat.key not in folders
+        and not marks_folder(stat)
         and not keys.is_index(stat.key)
         and not (is_of_urls and keys.is_named_by_digest(stat.key))
     ]

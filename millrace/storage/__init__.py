@@ -1,7 +1,13 @@
 """Read, write, list and delete objects at a URL, over obstore. Each verb is a function."""
 
 from millrace.storage.clients import make_boto3_client, open_filesystem
-from millrace.storage.list import list_fairly, list_folders, list_objects, list_sorted_keys
+from millrace.storage.list import (
+    list_fairly,
+    list_folders,
+    list_objects,
+    list_sorted_keys,
+    marks_folder,
+)
 from millrace.storage.open import (
     Backend,
     Credentials,
@@ -86,6 +92,7 @@ __all__ = [
     "list_uploads",
     "list_versions",
     "make_boto3_client",
+    "marks_folder",
     "matches_stored_checksum",
     "measure_upload",
     "open_filesystem",

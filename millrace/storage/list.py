@@ -20,6 +20,11 @@ from millrace.storage.retry import (
 PAGE_SIZE = 1000
 
 
+def marks_folder(stat: Stat) -> bool:
+    """Decide whether an object of an exact listing is empty and marks a folder, as consoles do."""
+    return stat.key.endswith("/") and stat.size == 0
+
+
 def list_objects(
     store: Store, prefix: str = "", *, after: str = "", exact: bool = False
 ) -> Iterator[Stat]:

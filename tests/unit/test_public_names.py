@@ -50,6 +50,7 @@ def test_the_names_of_storage():
         "list_fairly",
         "list_folders",
         "list_objects",
+        "marks_folder",
         "list_sorted_keys",
         "list_uploads",
         "list_versions",

@@ -546,6 +546,24 @@ def test_a_mark_of_a_folder_beside_the_shards_is_no_fault(settings):
     assert verify_dataset(store, "sets/one", digests=False).is_intact
 
 
+def test_keys_beside_the_shards_that_end_in_a_slash_are_named_whole(settings, rgw, bucket, request):
+    """A listing that drops the slash would plan the deletion of an object that is not there."""
+    remote = changed(settings, store=make_spec("rgw", request).reveal_secrets())
+    shard_dataset(remote)
+    store, client = open_store(remote.store), rgw.make_client(rgw.full)
+    folder = "sets/one/shards/webdataset/train/"
+    for key, body in ((folder, b""), ("sets/one/shards/", b""), (f"{folder}x.tar/", b"junk")):
+        client.put_object(Bucket=bucket, Key=f"below/here/{key}", Body=body)
+    found = verify_dataset(store, "sets/one", digests=False)
+    assert [fault.key for fault in found.strays] == [f"{folder}x.tar/"]
+    garbage = plan_garbage(store, "sets/one", min_age=timedelta(seconds=-60))
+    assert f"{folder}x.tar/" in {planned.key for planned in garbage.objects}
+    delete_garbage(store, garbage)
+    assert verify_dataset(store, "sets/one", digests=False).is_intact
+    kept = {stat.key for stat in list_objects(store, "sets/one/shards/", exact=True)}
+    assert {folder, "sets/one/shards/"} < kept
+
+
 def test_an_object_that_a_run_may_be_uploading_is_not_called_a_fault(settings):
     shard_dataset(settings)
     store, holder = open_store(settings.store), Holder.describe_this_process()
