@@ -20,6 +20,7 @@ from millrace.gradients.codec.tensors import CodeError
 from millrace.gradients.merging.merge import MergeRequest, WorkerFactors
 from millrace.gradients.merging.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.gradients.progress_events import LinkApplied
+from millrace.gradients.settings import WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
@@ -91,9 +92,7 @@ def iterate_links(
     """
     before = read_link(store, keys, after)
     last = find_newest_window(store, keys) if until is None else until
-    for window in range(after + 1, last + 1):
-        before = read_link_after(store, keys, window, before)
-        yield before
+    yield from _follow_links(store, keys, before, range(after + 1, last + 1))
 
 
 def iterate_kept_links(store: Store, keys: ChainKeys) -> Iterator[ChainLink]:
@@ -112,7 +111,23 @@ def iterate_kept_links(store: Store, keys: ChainKeys) -> Iterator[ChainLink]:
     oldest = read_link(store, keys, first)
     if isinstance(oldest, ChainLink):
         yield oldest
-    yield from iterate_links(store, keys, after=first, until=newest)
+    yield from _follow_links(store, keys, oldest, range(first + 1, newest + 1))
+
+
+def _follow_links(
+    store: Store, keys: ChainKeys, before: ChainStart | ChainLink, windows: range
+) -> Iterator[ChainLink]:
+    for window in windows:
+        before = read_link_after(store, keys, window, before)
+        yield before
+
+
+def find_opening(store: Store, keys: ChainKeys, window: int) -> WindowOpening | None:
+    """Return the opening of a window; None if there is none, or it cannot be read."""
+    try:
+        return fetch(store, keys.make_opening_key(window), WindowOpening)
+    except (errors.NotFoundError, errors.CorruptError):
+        return None
 
 
 def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainLink:

@@ -17,6 +17,7 @@ from millrace.gradients.merging.links import (
     apply_link,
     catch_up,
     find_newest_window,
+    find_opening,
     iterate_updates,
     read_link,
     read_link_after,
@@ -32,7 +33,6 @@ from millrace.gradients.scoring.evaluation import (
 from millrace.gradients.scoring.overlap import compute_overlaps, find_copies
 from millrace.gradients.scoring.settings import ScorerOptions
 from millrace.gradients.scoring.standings import choose_workers, update_standings
-from millrace.gradients.settings import WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.gradients.weights import load_newest_weights
 from millrace.keys.gradients import ChainKeys
@@ -181,11 +181,9 @@ def _evaluate_window(
 
 def _read_wanted(store: Store, keys: ChainKeys, window: int) -> float:
     """Return the number of gradients for which a window waited; infinity for those of all."""
-    try:
-        opening = fetch(store, keys.make_opening_key(window), WindowOpening)
-    except (errors.NotFoundError, errors.CorruptError):
-        return math.inf
-    return math.inf if opening.gather.wanted is None else opening.gather.wanted
+    opening = find_opening(store, keys, window)
+    wanted = opening.gather.wanted if opening else None
+    return math.inf if wanted is None else wanted
 
 
 def _commit_scores(

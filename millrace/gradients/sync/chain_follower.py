@@ -7,11 +7,15 @@ from datetime import timedelta
 from millrace import errors
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
-from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
+from millrace.gradients.merging.links import (
+    find_newest_window,
+    find_opening,
+    read_link,
+    read_link_after,
+)
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.settings import RunSettings
 from millrace.progress import Progress
-from millrace.records import fetch
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.storage import Store, exists
 
@@ -114,8 +118,5 @@ class ChainFollower:
 
     def _read_window_length(self, window: int) -> timedelta:
         """Return the length of a window, which the aggregator's options may have changed."""
-        try:
-            opening = self._settings.chain_keys.make_opening_key(window)
-            return fetch(self._store, opening, WindowOpening).window_length
-        except (errors.NotFoundError, errors.CorruptError):
-            return self._settings.window_length
+        opening = find_opening(self._store, self._settings.chain_keys, window)
+        return (opening or self._settings).window_length
