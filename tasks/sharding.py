@@ -184,6 +184,7 @@ def describe_shards(made: ShardingResult) -> Markdown:
             if manifest.quarantined
             else quarantined,
         ),
+        *((("Rows dropped by transforms", f"{manifest.dropped:,}"),) if manifest.dropped else ()),
         *(
             (("Cost of rented machines", f"${report.dollars:.2f}"),)
             if report.dollars is not None

@@ -312,6 +312,7 @@ def _describe_report(report: "ShardReport") -> "dict[str, object]":
         "shards": len(report.manifest.shards),
         "bytes": report.manifest.size,
         "quarantined": report.manifest.quarantined,
+        "dropped": report.manifest.dropped,
         "new_shards": report.new_shards,
         "new_bytes": report.new_bytes,
         "seconds": report.seconds,
@@ -598,6 +599,8 @@ def _show_run(report: "ShardReport") -> None:
     )
     for location, size in report.served.items():
         echo(f"Read {format_size(size)} from {location}.")
+    if manifest.dropped:
+        echo(f"The transforms dropped {format_count(manifest.dropped, 'row')} of the source.")
     if manifest.quarantined:
         echo(
             f"{format_count(manifest.quarantined, 'row')} made no sample. Each is kept with its "

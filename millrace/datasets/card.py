@@ -254,6 +254,8 @@ def _make_text(card: DatasetCard, manifest: Manifest) -> str:
     if steps := card.source.settings.get("transforms", {}).get("steps"):
         kinds = ", ".join(f"`{step['kind']}`" for step in steps)
         parts.append(f"Transforms of the samples, in their order: {kinds}.")
+    if manifest.dropped:
+        parts.append(f"They dropped {format_count(manifest.dropped, 'row')} of the source.")
     if manifest.quarantined:
         count = format_count(manifest.quarantined, "row")
         parts.append(f"{count} of the source made no sample.")

@@ -96,7 +96,7 @@ class _LedgerTotals:
         blocks: Digests of the blocks of these shards.
         size: Bytes of these shards.
         quarantined: Number of quarantined rows.
-        dropped: Number of rows that transforms dropped, in partitions without commits.
+        dropped: Number of rows that transforms dropped.
     """
 
     plan_digest: str
@@ -152,6 +152,7 @@ class _LedgerTotals:
             samples=self.samples,
             size=self.size,
             quarantined=self.quarantined,
+            dropped=self.dropped,
         )
 
 

@@ -110,13 +110,13 @@ def shard_partition(
                 store, keys, partition, layout, plan_digest, number, uploads, progress,
                 is_reproducible=is_reproducible,
             ) as uploader:  # fmt: skip
-                _PartitionWriter(uploader, position).write_rows(source)
+                _PartitionWriter(uploader, source, position).write_rows()
         except _SupersededError:
             logger.info("%s: another run has committed these rows first", partition.name)
             continue
         return _commit_end(
             store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position,
-            source.dropped, progress,
+            source.take_dropped(), progress,
         )  # fmt: skip
 
 
@@ -125,20 +125,23 @@ class _PartitionWriter:
 
     Args:
         uploader: Uploader of the commits.
+        source: Source of the rows.
         position: Cursor and `skip` of the first row.
     """
 
-    def __init__(self, uploader: "_ShardUploader", position: tuple[int, int]) -> None:
-        self._uploader, self._layout = uploader, uploader.layout
+    def __init__(
+        self, uploader: "_ShardUploader", source: TransformedSource, position: tuple[int, int]
+    ) -> None:
+        self._uploader, self._layout, self._source = uploader, uploader.layout, source
         self._position = position
         self._pending = uploader.begin_commit(position)
 
-    def write_rows(self, source: TransformedSource) -> None:
+    def write_rows(self) -> None:
         """Write all rows from the first position on. The last commit may still be uploading."""
         # A source that is not reproducible must not have rows of several samples. `_add_row`
         # refuses such rows, and `_add_batch` does not.
         takes_batches = self._pending.shards.takes_batches and self._uploader.is_reproducible
-        iterate = source.iterate_batches if takes_batches else source.iterate_rows
+        iterate = self._source.iterate_batches if takes_batches else self._source.iterate_rows
         rows = iterate(self._uploader.partition.source_range, *self._position)
         try:
             for row in rows:
@@ -150,6 +153,7 @@ class _PartitionWriter:
         finally:
             if isinstance(rows, Generator):
                 rows.close()  # ends downloads, also if an error holds this frame
+        self._count_dropped()
         self._uploader.finish(self._pending)
 
     def _add_batch(self, batch: RowBatch) -> None:
@@ -215,7 +219,11 @@ class _PartitionWriter:
             self._start_next_commit()
 
     def _start_next_commit(self) -> None:
+        self._count_dropped()
         self._pending = self._uploader.upload(self._pending)
+
+    def _count_dropped(self) -> None:
+        self._pending.dropped = self._source.take_dropped(self._pending.next_position[0])
 
 
 def _get_name(row: Row) -> str:
@@ -237,6 +245,7 @@ class _PendingCommit:
         bad_rows: Quarantined rows, each as one line of JSON.
         bad_bytes: Bytes of the quarantined rows.
         is_halfway: Whether a shard has reached half of its largest size.
+        dropped: Number of rows before the last one that transforms dropped.
     """
 
     name: CommitName
@@ -246,6 +255,7 @@ class _PendingCommit:
     bad_rows: list[bytes] = field(default_factory=list[bytes])
     bad_bytes: int = 0
     is_halfway: bool = False
+    dropped: int = 0
 
     def quarantine(self, row: BadRow) -> None:
         """Add a row that makes no sample."""
@@ -382,6 +392,7 @@ class _ShardUploader:
             next_skip=pending.next_position[1],
             quarantine_key=quarantine,
             quarantined=len(pending.bad_rows),
+            dropped=pending.dropped,
             plan_digest=self._plan_digest,
         )
 
@@ -531,7 +542,15 @@ def _commit_end(
 ) -> PartitionEnd:
     """Compare the ledger with the rows that were read, and commit the partition's end.
 
-    The dropped rows are those after the last commit. So they are counted if there are no commits.
+    Args:
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        partition: Name of the partition.
+        plan_digest: Digest of the dataset's plan.
+        commits: Number of commits.
+        position: Cursor and `skip` after the last commit.
+        dropped: Number of rows after the last commit that transforms dropped.
+        progress: Called at each boundary.
     """
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
@@ -547,7 +566,7 @@ def _commit_end(
         samples=sum(entry.samples for entry in entries),
         size=sum(entry.size for entry in entries),
         quarantined=sum(entry.quarantined for entry in entries),
-        dropped=0 if entries else dropped,
+        dropped=sum(entry.dropped for entry in entries) + dropped,
         plan_digest=plan_digest,
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))

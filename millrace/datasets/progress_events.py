@@ -177,6 +177,7 @@ class ShardCommitted(PartitionEvent):
         samples: Number of samples in each shard.
         size: Bytes of the shards.
         quarantined: Number of quarantined rows.
+        dropped: Number of rows that transforms dropped.
         fraction: Fraction of the partition that is committed, from 0 to 1.
     """
 
@@ -187,6 +188,7 @@ class ShardCommitted(PartitionEvent):
     samples: int
     size: int
     quarantined: int
+    dropped: int
     fraction: float
 
     @classmethod
@@ -199,6 +201,7 @@ class ShardCommitted(PartitionEvent):
             samples=commit.samples,
             size=commit.size,
             quarantined=commit.quarantined,
+            dropped=commit.dropped,
             fraction=partition.source_range.compute_fraction_before(commit.next_cursor),
         )
 

@@ -59,7 +59,7 @@ class QuarantineLimit:
         source_ranges = {p.name: p.source_range for p in plan.partitions}
         for entry in iterate_commits(self._store, self._keys):
             check_plan_digest([entry], self._plan_digest)
-            self._count_rows(entry.samples, entry.quarantined)
+            self._count_rows(entry.samples + entry.dropped, entry.quarantined)
             self._advance(
                 entry.partition,
                 source_ranges[entry.partition].compute_fraction_before(entry.next_cursor),
@@ -72,7 +72,7 @@ class QuarantineLimit:
         def forward_event(event: Event) -> None:
             progress(event)
             if isinstance(event, ShardCommitted):
-                self._count_rows(event.samples, event.quarantined)
+                self._count_rows(event.samples + event.dropped, event.quarantined)
                 self._advance(event.partition, event.fraction)
                 self._check_early()
 
@@ -84,13 +84,13 @@ class QuarantineLimit:
         Args:
             good: Number of samples.
             bad: Number of quarantined rows.
-            dropped: Number of rows that transforms dropped, in partitions without other rows.
+            dropped: Number of rows that transforms dropped.
 
         Raises:
             QuarantineError: More rows were quarantined than allowed, or there are no samples.
         """
-        self._good_rows, self._bad_rows = good, bad
-        if not self._good_rows and not self._settings.allow_empty:
+        self._good_rows, self._bad_rows = good + dropped, bad
+        if not good and not self._settings.allow_empty:
             raise self._make_empty_error(dropped)
         if self._bad_rows > self._compute_limit(self._good_rows + self._bad_rows):
             raise self._make_exceeded_error(
@@ -134,7 +134,9 @@ class QuarantineLimit:
     def _make_empty_error(self, dropped: int) -> errors.QuarantineError:
         faulty = "source"
         if self._bad_rows:
-            rows = f"{self._bad_rows} of {self._bad_rows} rows made none"
+            total = self._bad_rows + dropped
+            others = f", and the transforms dropped {dropped}" if dropped else ""
+            rows = f"{self._bad_rows} of {total} rows made none{others}"
         elif dropped:
             faulty = "transforms"
             rows = f"the transforms dropped all {format_count(dropped, 'row')}"

@@ -547,6 +547,7 @@ class ShardCommit(Record):
         next_skip: Part of the row at `next_cursor` in these shards and in earlier ones.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
+        dropped: Number of rows between these cursors that became no sample by the transforms.
         plan_digest: Digest of the plan.
     """
 
@@ -563,6 +564,7 @@ class ShardCommit(Record):
     next_skip: int = 0
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
+    dropped: int = 0
     plan_digest: OwnDigest
 
     @property
@@ -590,7 +592,7 @@ class PartitionEnd(Record):
         samples: Number of samples in all shards.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
-        dropped: Number of rows of a partition without commits, all of which its transforms dropped.
+        dropped: Number of rows that became no sample by the transforms, also after the last commit.
         plan_digest: Digest of the plan.
     """
 
@@ -641,6 +643,7 @@ class Manifest(Record):
         samples: Number of samples by split.
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
+        dropped: Number of rows of the source that became no sample by the transforms.
     """
 
     record_kind: ClassVar[str] = "dataset-manifest"
@@ -655,6 +658,7 @@ class Manifest(Record):
     samples: dict[str, int]
     size: int
     quarantined: int
+    dropped: int = 0
 
     @model_validator(mode="after")
     def _check_shard_keys(self) -> Self:

@@ -1,5 +1,7 @@
 """Source whose samples are changed by transforms on their way to the shards."""
 
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,16 +42,13 @@ class TransformedSource:
         source: The source.
         chain: Transforms of the samples. Without any, the rows of the source are not touched.
         json_check: Check of the fields that are JSON; None if Millrace has made all of them.
-
-    Attributes:
-        dropped: Number of rows of the source that became no row, since the last iteration began.
     """
 
     def __init__(
         self, source: Source, chain: TransformChain, json_check: JsonCheck | None = None
     ) -> None:
         self._source, self._chain, self._json_check = source, chain, json_check
-        self.dropped = 0
+        self._dropped: deque[_DroppedRows] = deque()
 
     def iterate_rows(self, source_range: SourceRange, cursor: int, skip: int = 0) -> Iterator[Row]:
         """Yield the rows of a source range from a position on.
@@ -95,13 +94,47 @@ class TransformedSource:
             return batches if self._json_check is None else self._json_check.check_batches(batches)
         return batch_rows(self.iterate_rows(source_range, cursor, skip))
 
+    def take_dropped(self, end: float = math.inf) -> int:
+        """Return the number of dropped rows before a position. Later calls do not count them.
+
+        Rows that became no row are dropped. The number depends on the position alone, and not on
+        how far the iteration is: in which commit a row is counted is the same in every run.
+
+        Args:
+            end: Cursor of the position, which is that of a row that was yielded.
+        """
+        count = 0
+        while self._dropped and self._dropped[0].cursor < end:
+            count += self._dropped.popleft().count
+        return count
+
     def _count_dropped(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
-        self.dropped = 0
+        self._dropped.clear()
+        is_following = False
         for group in groups:
-            self.dropped += not group.rows
+            if group.rows:
+                is_following = False
+            elif is_following:
+                self._dropped[-1].count += 1
+            else:
+                self._dropped.append(_DroppedRows(group.cursor))
+                is_following = True
             held = [group]
             del group  # a large row is not held while the next is read
             yield held.pop()
+
+
+@dataclass(slots=True)
+class _DroppedRows:
+    """Consecutive rows of a source that became no row.
+
+    Attributes:
+        cursor: Cursor of the first one.
+        count: Number of rows.
+    """
+
+    cursor: int
+    count: int = 1
 
 
 def _group_rows(rows: Iterator[Row], cursor: int) -> Iterator[RowGroup]:

@@ -11,8 +11,10 @@ import pytest
 from pyarrow import parquet as pq
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.dataset_ledger import iterate_commits
 from millrace.datasets import plan_dataset
 from millrace.datasets.loader import ShardLoader
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import list_objects, open_store, read
 
 
@@ -191,6 +193,34 @@ def test_a_dataset_whose_rows_are_all_dropped_says_so(tmp_path, workers, formats
     for _ in range(2):  # also by a later run, which reads no row
         with pytest.raises(errors.QuarantineError, match=reason):
             shard_dataset(settings)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_transforms_drop_are_counted_in_each_commit(tmp_path, workers):
+    code = "def f(s):\n    return s if s['txt'] != 'bad' else 1 / 0\n"
+    (tmp_path / "code.py").write_text(code)
+    texts = ["long one" if n % 7 == 3 else "bad" if n % 50 == 5 else "no" for n in range(1000)]
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": encode_lines(*({"t": text} for text in texts)), "b.jsonl": b'{"t": "no"}'},
+        {"columns": {"txt": "t"}},
+        transforms=[
+            {"function": f"{tmp_path}/code.py:f"},
+            {"kind": "filter", "field": "txt", "min_size": 5},
+        ],
+        shard_samples=4,
+    )
+    update = {"workers": workers, "max_quarantined": 0.03}
+    execution = settings.execution.model_copy(update=update)
+    settings = settings.model_copy(update={"execution": execution})
+    manifest = shard_dataset(settings).manifest
+    bad = texts.count("bad")  # 2 % of the rows, and 12 % of those that were not dropped
+    assert (manifest.quarantined, manifest.samples["train"]) == (bad, texts.count("long one"))
+    assert manifest.dropped == len(texts) + 1 - bad - manifest.samples["train"]
+    commits = list(iterate_commits(open_store(settings.store), DatasetKeys("d"), "train-00000"))
+    assert len(commits) > 5
+    # The rows between two samples are counted with the second.
+    assert {one.dropped + one.quarantined for one in commits[1:-1]} == {4 * 6}
 
 
 def test_a_source_without_rows_says_so_also_with_transforms(tmp_path):

@@ -111,6 +111,36 @@ def test_reading_from_the_position_of_any_row_gives_exactly_the_rest(
     assert not any("." in key for key in keys)
 
 
+@settings(max_examples=scale_examples(20))
+@given(lines=LINES, names=st.sampled_from(CHAINS), pack=st.integers(2, 40))
+def test_each_dropped_row_is_counted_once_from_whichever_position_reading_begins(
+    code, tokenizer, lines, names, pack
+):
+    chain = make_chain(names, code, tokenizer, pack)
+    source, (whole,) = open_rows(
+        [*lines, "{}"], chain, columns={"txt": "t"}, partition_bytes=1 << 20
+    )
+    plain = make_chain([name for name in names if name != "pack"], code, tokenizer, pack)
+    expected = sum(
+        bool(read_rows([line], [], columns={"txt": "t"}))
+        and not read_rows([line], plain, columns={"txt": "t"})
+        for line in lines
+    )
+    rows = list(source.iterate_rows(whole, 0))
+    assert source.take_dropped() == expected
+    assert source.take_dropped() == 0
+    counted = 0
+    for row in rows:
+        assert list(source.iterate_rows(whole, 0)) == rows
+        before = source.take_dropped(row.next_cursor)
+        after = source.take_dropped()
+        assert before + after == expected
+        assert before >= counted
+        counted = before
+        list(source.iterate_rows(whole, row.next_cursor, row.next_skip))
+        assert source.take_dropped() == after
+
+
 @settings(max_examples=30)
 @given(lines=LINES, pack=st.integers(2, 40), is_split=st.booleans())
 def test_packing_loses_and_adds_no_token(code, tokenizer, lines, pack, is_split):

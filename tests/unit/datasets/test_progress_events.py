@@ -29,6 +29,7 @@ COMMITTED = ShardCommitted(
     samples=0,
     size=0,
     quarantined=7,
+    dropped=2,
     fraction=0.5,
 )
 EVENTS = [

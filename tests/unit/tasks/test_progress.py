@@ -37,6 +37,7 @@ def commit(size: int, *, fraction: float = 0.0) -> ShardCommitted:
         samples=1,
         size=size,
         quarantined=0,
+        dropped=0,
         fraction=fraction,
     )
 
