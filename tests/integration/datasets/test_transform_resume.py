@@ -111,7 +111,7 @@ def test_reading_from_the_position_of_any_row_gives_exactly_the_rest(
     assert not any("." in key for key in keys)
 
 
-@settings(max_examples=scale_examples(20))
+@settings(max_examples=scale_examples(40))
 @given(lines=LINES, names=st.sampled_from(CHAINS), pack=st.integers(2, 40))
 def test_each_dropped_row_is_counted_once_from_whichever_position_reading_begins(
     code, tokenizer, lines, names, pack
