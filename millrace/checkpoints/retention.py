@@ -92,6 +92,8 @@ def plan_retention(
 ) -> RetentionPlan:
     """Plan the removal of checkpoints and orphans, and change nothing.
 
+    Memory: the metadata of one checkpoint, and the keys of the files of all.
+
     Args:
         store: Store of the job.
         job: Name of the job.
@@ -103,12 +105,13 @@ def plan_retention(
     rules = rules or RetentionSettings()
     keys = CheckpointKeys(job)
     stats = list(list_objects(store, keys.prefix))
-    complete, unreadable = _read_checkpoints(store, job)
+    files, unreadable, newest_reasons = _read_checkpoints(store, keys, check)
     epochs, unreadable_epochs = _read_epoch_steps(store, keys)
-    kept = dict.fromkeys(unreadable, "its metadata cannot be read")
-    kept |= _select_kept(store, keys, complete, epochs, rules, check)
-    kept |= {step: why for step, why in (also or {}).items() if step in complete.keys() - kept}
-    removed = tuple(sorted(step for step in complete if step not in kept))
+    kept = dict.fromkeys(unreadable, "its metadata cannot be read") | newest_reasons
+    for step, why in _iterate_kept(store, keys, files, epochs, rules):
+        kept.setdefault(step, why)
+    kept |= {step: why for step, why in (also or {}).items() if step in files.keys() - kept}
+    removed = tuple(sorted(step for step in files if step not in kept))
     reason = _UNREADABLE_REASON if unreadable else ""
     if unreadable_epochs:
         reason = (
@@ -117,8 +120,8 @@ def plan_retention(
         )
     if reason:
         return RetentionPlan(job, rules, kept | dict.fromkeys(removed, reason), (), ())
-    named = _list_file_keys(keys, complete.values())
-    needed = _list_file_keys(keys, (complete[step] for step in kept))
+    named = set[str]().union(*files.values())
+    needed = set[str]().union(*(files[step] for step in kept))
     unneeded = named - needed
     metadata = {keys.make_metadata_key(step): step for step in removed}
     youngest = find_youngest_times(stats)
@@ -204,7 +207,7 @@ class _NewCheckpointCheck:
             return set()
         except errors.CorruptError:
             return None
-        return _list_file_keys(self._keys, [found])
+        return _list_file_keys(self._keys, found)
 
 
 def find_youngest_times(stats: Iterable[Stat]) -> dict[int, datetime]:
@@ -230,46 +233,49 @@ _NEEDED = "a rule or a checkpoint needs it by now"
 _UNREADABLE_REASON = "another checkpoint cannot be read, and may refer to its files"
 
 
-def _read_checkpoints(store: Store, job: str) -> tuple[dict[int, Checkpoint], list[int]]:
-    """Return the complete checkpoints by their steps, and the steps with unreadable metadata."""
-    complete: dict[int, Checkpoint] = {}
+def _read_checkpoints(
+    store: Store, keys: CheckpointKeys, check: VerifyDepth
+) -> tuple[dict[int, set[str]], list[int], dict[int, str]]:
+    """Read the metadata of all checkpoints, and verify the newest ones until one is right.
+
+    Returns:
+        Keys of the files of each complete checkpoint by the step, the steps with unreadable
+        metadata, and the reason for each of the newest steps, up to the verified one.
+    """
+    files: dict[int, set[str]] = {}
     unreadable: list[int] = []
-    for step, found in survey(store, job):
-        if isinstance(found, Checkpoint):
-            complete[step] = found
-        else:
+    reasons: dict[int, str] = {}
+    is_verified = False
+    for step, found in survey(store, keys.job):
+        if not isinstance(found, Checkpoint):
             unreadable.append(step)
-    return complete, unreadable
+            continue
+        files[step] = _list_file_keys(keys, found)
+        if not is_verified:
+            is_verified = not verify(store, found, check=check)
+            which = "the newest verified checkpoint"
+            reasons[step] = which if is_verified else "newer than every verified checkpoint"
+    return files, unreadable, reasons
 
 
-def _select_kept(
+def _iterate_kept(
     store: Store,
     keys: CheckpointKeys,
-    complete: dict[int, Checkpoint],
+    steps: Collection[int],
     epochs: Mapping[int, int],
     rules: RetentionSettings,
-    check: VerifyDepth,
-) -> dict[int, str]:
-    """Return the reason for each step that is kept."""
-    kept: dict[int, str] = {}
-    newest_first = sorted(complete, reverse=True)
-    for step in newest_first:
-        if not verify(store, complete[step], check=check):
-            kept[step] = "the newest verified checkpoint"
-            break
-        kept[step] = "newer than every verified checkpoint"
+) -> Iterator[tuple[int, str]]:
+    """Yield the steps that are kept with each reason. A step may have several."""
     for number, step in epochs.items():
-        if step in complete:
-            kept.setdefault(step, f"epoch {number} names it")
-    for step, why in _iterate_pinned(store, keys, complete):
-        kept.setdefault(step, why)
+        if step in steps:
+            yield step, f"epoch {number} names it"
+    yield from _iterate_pinned(store, keys, steps)
+    newest_first = sorted(steps, reverse=True)
     for step in newest_first[: rules.last]:
-        kept.setdefault(step, f"one of the last {rules.last}")
-    if rules.every:
-        for step in newest_first:
-            if step % rules.every == 0:
-                kept.setdefault(step, f"every {rules.every} steps")
-    return kept
+        yield step, f"one of the last {rules.last}"
+    for step in newest_first:
+        if rules.every and step % rules.every == 0:
+            yield step, f"every {rules.every} steps"
 
 
 def _read_epoch_steps(store: Store, keys: CheckpointKeys) -> tuple[dict[int, int], list[int]]:
@@ -310,10 +316,7 @@ def _iterate_pinned(
             yield step, f"pinned: {pin.reason}"
 
 
-def _list_file_keys(keys: CheckpointKeys, checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """Return the keys of all files that checkpoints name, and of the lists of their blocks."""
-    found: set[str] = set()
-    for checkpoint in checkpoints:
-        found |= {keys.make_part_key(part.step, part.digest) for part in checkpoint.parts}
-        found.update(list_block_list_keys(keys, checkpoint))
-    return found
+def _list_file_keys(keys: CheckpointKeys, checkpoint: Checkpoint) -> set[str]:
+    """Return the keys of all files that a checkpoint names, and of the lists of their blocks."""
+    found = {keys.make_part_key(part.step, part.digest) for part in checkpoint.parts}
+    return found.union(list_block_list_keys(keys, checkpoint))

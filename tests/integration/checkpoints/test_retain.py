@@ -1,7 +1,9 @@
 """Retention: what may go goes, and what somebody may need never does."""
 
+import gc
 import os
 import time
+import tracemalloc
 from datetime import timedelta
 from pathlib import Path
 
@@ -101,6 +103,25 @@ def test_what_is_pinned_or_named_by_an_epoch_stays(store):
     assert kept(store) == [2, 4]
     with pytest.raises(errors.NotFoundError):
         pin(store, KEYS.job, 1, "too late")
+
+
+def test_a_plan_holds_the_metadata_of_one_checkpoint(tmp_path):
+    def measure_plan(folder: Path, count: int) -> int:
+        store = open_store(StoreSpec(url=folder.as_uri()))
+        with Saver(store, KEYS.job) as saver:
+            for step in range(count):
+                state = {str(n): torch.full((4,), step) for n in range(1000)}
+                saver.save(state, step=step).result()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            assert len(plan_retention(store, KEYS.job, NOW).removed) == count - 1
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    measure_plan(tmp_path / "imports", 2)
+    assert measure_plan(tmp_path / "many", 16) < 2 * measure_plan(tmp_path / "few", 2)
 
 
 def test_a_damaged_pin_stops_no_plan_and_pins(store):
