@@ -23,6 +23,7 @@ from millrace.checkpoints.tree import (
     parse_own_name,
     unflatten_state,
 )
+from millrace.formatting import format_count
 from millrace.memory import map_anonymous, use_huge_pages
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, Chunk, TensorRecord
@@ -84,7 +85,8 @@ def load(
     Raises:
         NotFoundError: There is no checkpoint that can be loaded.
         CorruptError: A file of the given step has other bytes than were saved.
-        ConfigurationError: A tensor has fewer rows, or ``dtype`` is not a floating-point type.
+        ConfigurationError: A tensor of ``rows`` is not there or has fewer rows, or ``dtype`` is not
+            a floating-point type.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise errors.ConfigurationError(
@@ -93,6 +95,13 @@ def load(
     some = dict(rows or {})
 
     def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
+        if unknown := some.keys() - checkpoint.tensors:
+            known = sorted(name for name in checkpoint.tensors if not is_skeleton(name))
+            raise errors.ConfigurationError(
+                f"`rows` has {min(unknown)!r}, and step {checkpoint.step} of {job} has no such "
+                f"tensor. Give paths of its {format_count(len(known), 'tensor')}, such as "
+                f"{', '.join(map(repr, known[:3]))}."
+            )
         # The skeleton shows which tensors are numpy arrays. These keep their types.
         fixed = _find_array_names(store, checkpoint) if dtype is not None else set[str]()
         return {

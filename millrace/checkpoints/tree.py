@@ -65,7 +65,7 @@ def unflatten_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     try:
         skeleton = orjson.loads(tensors[SKELETON].numpy().tobytes())
         return _restore_node(skeleton, tensors)
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error
@@ -89,7 +89,7 @@ def find_array_names(skeleton: torch.Tensor) -> set[str]:
 
     try:
         return set(iterate_names(orjson.loads(skeleton.numpy().tobytes())))
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise CorruptError(
             f"The skeleton of a checkpoint's state is not readable: {error}"
         ) from error
@@ -354,6 +354,9 @@ def _restore_node(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noq
         case "i":
             return int(rest[0], 16)
         case "y":
-            return getattr(torch, rest[0])
+            kind = getattr(torch, rest[0], None)
+            if isinstance(kind, torch.dtype):
+                return kind
+            raise ValueError(f"{rest[0]!r} is no type of tensors")
         case _:
             raise ValueError(f"{tag!r} is no kind of value")

@@ -419,6 +419,8 @@ def test_rows_that_are_not_there_are_refused(folder):
     for name, rows in (("model.embed", (0, 301)), ("model.scale", (0, 1))):
         with pytest.raises(errors.ConfigurationError, match="are not in it"):
             load(folder, KEYS.job, rows={name: rows})
+    with pytest.raises(errors.ConfigurationError, match=r"no such tensor.*'model\.embed'"):
+        load(folder, KEYS.job, rows={"model.embedd": (0, 1)})
 
 
 def damage_of(kind: str, body: bytes) -> bytes | None:

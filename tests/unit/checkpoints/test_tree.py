@@ -224,7 +224,13 @@ def test_what_is_nested_too_deeply_is_refused_and_a_value_in_two_places_is_not()
         flatten_state({"model": deep})
 
 
-@pytest.mark.parametrize("skeleton", [b"", b"{", b'["x", 1]', b'["d", 1]', b"[]"])
+NO_SKELETONS = [
+    b"", b"{", b'["x", 1]', b'["d", 1]', b"[]", b'["y", "load"]', b'["y", "no_type"]', b'["y", 1]',
+    b'["l",' * 1000 + b"1" + b"]" * 1000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("skeleton", NO_SKELETONS)
 def test_a_skeleton_that_is_none_is_refused(skeleton):
     body = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8) if skeleton else torch.empty(0)
     with pytest.raises(CorruptError, match="skeleton"):
