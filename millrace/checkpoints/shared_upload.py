@@ -116,8 +116,9 @@ class SharedUpload:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except errors.StoppedError:
-            return
+        except errors.StoppedError as error:
+            if not self._queue.is_stopped():  # the content cannot be read any more
+                self._fail(error)
         except errors.MillraceError as error:
             self._fail(error)
         except BaseException as error:

@@ -4,9 +4,10 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,20 @@ from millrace.checkpoints import (
     HubSpec,
     MemberSettings,
     Membership,
+    OnTimeout,
     Saver,
     SaveSettings,
     end_epoch,
     open_destination,
     watch_epoch_end,
 )
+from millrace.checkpoints.contents import PartContent
 from millrace.checkpoints.cooldown.checkpointers import order_checkpointers
+from millrace.checkpoints.cooldown.cooldown import cool_down
+from millrace.checkpoints.progress_events import EpochEndedWithoutCheckpoint
+from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.keys.checkpoints import CheckpointKeys
+from millrace.progress import Event
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, list_objects, open_store
@@ -152,6 +159,34 @@ def test_an_epoch_of_a_training_loop_is_saved_elsewhere(
     assert first.sent > again.sent == 0
     assert other.outcome is CooldownOutcome.FAILED
     assert not other.is_durable
+
+
+def test_an_upload_elsewhere_stops_when_the_epoch_ends_without_a_checkpoint(
+    tmp_path: Path, bucket: Store
+) -> None:
+    opened = open_destination((tmp_path / "elsewhere").as_uri())
+    ended = threading.Event()
+    content = SnapshotBuffers().snapshot(StateShards({"w": torch.ones(9000)}), 4096).make_content(5)
+
+    def note_end(event: Event) -> None:
+        if isinstance(event, EpochEndedWithoutCheckpoint):
+            ended.set()
+
+    def read(number: int) -> PartContent:
+        ended.wait()  # the upload is in the midst of a file when the epoch ends
+        return content.read(number)
+
+    settings = CooldownSettings(
+        save=SMALL, time=timedelta(milliseconds=1), on_timeout=OnTimeout.ADVANCE
+    )
+    with Membership(bucket, JOB, "a", destination=opened) as member:
+        result = cool_down(
+            member, replace(content, read=read), epoch=0, settings=settings, progress=note_end
+        )
+    assert result.outcome is CooldownOutcome.FAILED
+    assert not result.is_durable
+    with pytest.raises(errors.NotFoundError):
+        opened.read_checkpoint(JOB, 5)
 
 
 def test_an_epoch_that_names_a_checkpoint_which_is_not_there_has_not_ended(
