@@ -47,11 +47,17 @@ class CooldownKeys:
         return f"{self.make_own_prefix(member)}vote.json"
 
     def make_late_vote_key(self, member: str) -> str:
-        """Return the key of a member's vote to go on without a checkpoint: created once."""
+        """Return the key of a member's vote to go on without a checkpoint.
+
+        The member deletes the vote when it ends the epoch again.
+        """
         return f"{self.make_own_prefix(member)}late.json"
 
     def make_result_key(self, member: str) -> str:
-        """Return the key of the result that a member reports: created once."""
+        """Return the key of the result that a member reports.
+
+        The member deletes the result when it ends the epoch again.
+        """
         return f"{self.make_own_prefix(member)}result.json"
 
     def make_draft_key(self, member: str) -> str:

@@ -31,6 +31,7 @@ from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event, serialize_events
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, CooldownRecord, Roster
+from millrace.storage import delete_one
 
 _POLL_INTERVAL = 0.5  # seconds between polls
 _REQUEST_TIMEOUT = timedelta(seconds=5)  # for retries of a request: the next poll repeats it
@@ -177,20 +178,30 @@ class _CooldownRun:
 
         def finish() -> None:
             try:
-                result = self._poll_until_result()
+                try:
+                    result = self._poll_until_result()
+                finally:
+                    self._cooldown.upload.stop()
+                self._commit_record(result, replace_earlier=True)
             except BaseException as error:
                 rest.set_exception(error)
                 raise
-            finally:
-                self._cooldown.upload.stop()
             rest.set_result(result)
 
         threading.Thread(target=finish, name="cooldown", daemon=True).start()
         return rest
 
-    def _commit_record(self, result: EpochResult) -> None:
-        """Commit a record of the result for observers."""
+    def _commit_record(self, result: EpochResult, *, replace_earlier: bool = False) -> None:
+        """Commit a record of the result for observers.
+
+        A member that finds the epoch ended keeps the record of its earlier call.
+
+        Args:
+            result: Result of this member.
+            replace_earlier: Whether to replace the record of the result before the background.
+        """
         member = self._membership.member
+        key = CooldownKeys(self._membership.job, self._epoch).make_result_key(member)
         record = CooldownRecord(
             member=member,
             outcome=result.outcome,
@@ -202,8 +213,6 @@ class _CooldownRun:
         )
         with suppress(errors.MillraceError):  # the result does not depend on the record
             store = self._membership.store.with_retry_timeout(_REQUEST_TIMEOUT)
-            commit_once(
-                store,
-                CooldownKeys(self._membership.job, self._epoch).make_result_key(member),
-                record,
-            )
+            if replace_earlier:
+                delete_one(store, key)
+            commit_once(store, key, record)

@@ -21,7 +21,7 @@ from millrace.checkpoints.settings import CooldownSettings, OnTimeout
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, EpochRecord, Roster, Vote
-from millrace.storage import Store
+from millrace.storage import Store, delete_one
 
 _BACKGROUND_REASON = "The epoch was over."
 _LEAST_BACKGROUND_TIMEOUT = timedelta(minutes=5)
@@ -80,6 +80,7 @@ class MemberCooldown:
         self._epoch: EpochRecord | None = None
         self._background: Deadline | None = None
         self._seen: tuple[bool, int] | None = None
+        self._has_begun = False
         self.is_in_background = False
 
     def poll(self) -> EpochResult | None:
@@ -91,6 +92,8 @@ class MemberCooldown:
         """
         if not self.is_in_background and (epoch := self._view.find_end()) is not None:
             return self._conclude(epoch)
+        if not self._has_begun:
+            self._delete_earlier_records()
         self._view.read(late=self._late.has_voted)
         self._agreement.advance()
         if self._agreement.is_reached:
@@ -107,6 +110,21 @@ class MemberCooldown:
         """Return a result of this member, with the current counts."""
         seconds = round(self._deadline.elapsed, 3)
         return self.upload.add_counts(EpochResult(outcome, reason, self._epoch, seconds=seconds))
+
+    def _delete_earlier_records(self) -> None:
+        """Delete the result and the late vote of this member's earlier call for the same epoch.
+
+        A member with a result does not work on the epoch, and the others end it without that
+        member. So the deletion comes before this member's first read of the others' records. Each
+        member deletes its own records only. A member that is killed before the deletion is dead
+        for the others, and one that is killed after it is a dead member without a result. A member
+        that lives and has not called again does not work on the epoch, so its result counts.
+        """
+        keys = CooldownKeys(self._view.roster.job, self._view.roster.epoch)
+        store, member = self._membership.store, self._membership.member
+        for key in (keys.make_result_key(member), keys.make_late_vote_key(member)):
+            delete_one(store, key)
+        self._has_begun = True
 
     def _require_progress(self) -> None:
         """Let the upload in the background fail if nothing has advanced for the whole time limit.

@@ -28,7 +28,10 @@ _CONCURRENCY = 8  # requests
 
 
 class VoteTally:
-    """Votes and results of an epoch's members, each read once below the member's own prefix.
+    """Votes and results of an epoch's members, below each member's own prefix.
+
+    A vote for a content is read once. Results and late votes are read again, since a member that
+    ends the epoch again deletes those of its earlier call.
 
     An unreadable record, or one that names another member, counts as a vote for no content, or as a
     failure. Only members of the roster are read. There is no listing, so other keys cost nothing.
@@ -52,7 +55,7 @@ class VoteTally:
     def read_new(
         self, members: Collection[str], *, results: bool = True, late: bool = False
     ) -> None:
-        """Read new records. One GET for each record that was missing before.
+        """Read new votes, and all results and late votes. One GET for each record.
 
         Args:
             members: Names of the roster.
@@ -62,10 +65,10 @@ class VoteTally:
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="statements") as pool:
             new = [name for name in members if name not in self.votes]
             self.votes |= _select_found(new, pool.map(self._read_vote, new))
-            new = [name for name in members if results and name not in self.ended]
-            self.ended |= _select_found(new, pool.map(self._read_result, new))
-            new = [name for name in members if late and name not in self.late]
-            self.late |= _select_found(new, pool.map(self._read_late_vote, new))
+            if results:
+                self.ended = _select_found(members, pool.map(self._read_result, members))
+            if late:
+                self.late = _select_found(members, pool.map(self._read_late_vote, members))
 
     def _read_vote(self, member: str) -> Vote | None:
         nothing = Vote(member=member, step=-1, root="", rest=member, size=0)

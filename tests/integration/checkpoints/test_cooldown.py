@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from threading import Event as Flag
 
 import pytest
 import torch
@@ -26,9 +28,11 @@ from millrace.checkpoints import (
     verify,
     watch_epoch_end,
 )
-from millrace.checkpoints.contents import Content
+from millrace.checkpoints.contents import Content, PartContent
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_checkpointers
+from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.rosters import commit_roster, obtain_roster
+from millrace.checkpoints.cooldown.votes import VoteTally
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateShards
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CheckpointKeys
@@ -276,6 +280,9 @@ def test_an_upload_goes_on_in_the_background(folder, members) -> None:
         both = list(pool.map(one, names))
     ends = {rest.outcome for _, rest in both if rest is not None}
     assert CooldownOutcome.COMMITTED in ends
+    for name, (cooled, rest) in zip(names, both, strict=True):
+        record = fetch(folder, CooldownKeys(JOB, 0).make_result_key(name), CooldownRecord)
+        assert record.outcome is (rest or cooled).outcome
     assert not verify(folder, read_checkpoint(folder, JOB, 5))
     assert count_epochs_without_checkpoint(folder, JOB, 1) == 0
 
@@ -485,6 +492,68 @@ def test_one_member_alone_ends_no_epoch_without_a_checkpoint(folder, members) ->
         assert not exists(folder, KEYS.make_epoch_key(0))
         others = [pool.submit(end, name) for name in names if name != slow]
         assert all(one.result().is_durable for one in (first, *others))
+
+
+def test_results_and_late_votes_of_an_earlier_try_end_no_epoch(folder, members) -> None:
+    keys, names = CooldownKeys(JOB, 0), ["a", "b", "c"]
+    only = order_checkpointers(names, SEED, SelectionRule.PSYCHE)[0]
+    *others, hasty = sorted(names, key=lambda name: name != only)
+    made = members(folder, names)
+    commit_roster(folder, JOB, 0, names, SEED)
+    for name in names:
+        commit_once(folder, keys.make_result_key(name), cancelled(name))
+    for name in others:
+        commit_once(folder, keys.make_late_vote_key(name), LateVote(member=name, reason="late"))
+    content = SnapshotBuffers().snapshot(StateShards(state_of(0)), SMALL.part_bytes).make_content(5)
+    is_late = Flag()
+
+    def read_late(number: int) -> PartContent:
+        is_late.wait()
+        return content.read(number)
+
+    def end(name: str) -> EpochResult:
+        policy = OnTimeout.ADVANCE if name == hasty else OnTimeout.EXTEND
+        settings = late(policy, extensions=10**6)
+        return cool_down(
+            made.memberships[name], replace(content, read=read_late), epoch=0, settings=settings
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            ends = [pool.submit(end, name) for name in others]
+            while any(exists(folder, keys.make_late_vote_key(name)) for name in others):
+                assert not any(one.done() for one in ends)
+            ends.append(pool.submit(end, hasty))
+            while not exists(folder, keys.make_late_vote_key(hasty)):
+                assert not ends[-1].done()
+        finally:
+            is_late.set()
+        results = dict(zip([*others, hasty], [one.result() for one in ends], strict=True))
+    assert all(one.is_durable for one in results.values())
+    records = {name: fetch(folder, keys.make_result_key(name), CooldownRecord) for name in names}
+    assert {name: one.outcome for name, one in records.items()} == outcomes(results)
+
+
+def cancelled(member: str) -> CooldownRecord:
+    """Return the result of a member that was cancelled."""
+    return CooldownRecord(
+        member=member, outcome=CooldownOutcome.CANCELLED, reason="", sent=0, checked=0, replaced=0,
+        seconds=0.0,
+    )  # fmt: skip
+
+
+def test_a_result_counts_until_its_member_ends_the_epoch_again(folder) -> None:
+    keys = CooldownKeys(JOB, 0)
+    commit_once(folder, keys.make_result_key("a"), cancelled("a"))
+    commit_once(folder, keys.make_late_vote_key("a"), LateVote(member="a", reason="late"))
+    tally = VoteTally(folder, keys)
+    tally.read_new(["a", "b"], late=True)
+    assert tally.ended.keys() == tally.late.keys() == {"a"}
+    delete(folder, [keys.make_result_key("a"), keys.make_late_vote_key("a")])
+    tally.read_new(["a", "b"], results=False)
+    assert tally.ended.keys() == tally.late.keys() == {"a"}
+    tally.read_new(["a", "b"], late=True)
+    assert tally.ended.keys() == tally.late.keys() == set()
 
 
 # -- members that write below their own prefixes only
