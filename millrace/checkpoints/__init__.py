@@ -7,6 +7,7 @@ from millrace.extras import import_extra_module
 if TYPE_CHECKING:
     from millrace.checkpoints.contents import Content, open_content
     from millrace.checkpoints.cooldown.checkpointers import SelectionRule
+    from millrace.checkpoints.cooldown.clearing import clear_votes
     from millrace.checkpoints.cooldown.cooldown import cool_down
     from millrace.checkpoints.cooldown.epoch_records import count_epochs_without_checkpoint
     from millrace.checkpoints.cooldown.epochs import EpochSaver
@@ -81,6 +82,7 @@ __all__ = [
     "StoreDestination",
     "VerifyDepth",
     "apply_retention",
+    "clear_votes",
     "cool_down",
     "copy_checkpoint",
     "count_epochs_without_checkpoint",
@@ -130,6 +132,7 @@ _MODULES = {
     "EpochStatus": "cooldown.watch",
     "StoreDestination": "destinations",
     "copy_checkpoint": "destinations",
+    "clear_votes": "cooldown.clearing",
     "cool_down": "cooldown.cooldown",
     "end_epoch": "cooldown.member",
     "count_epochs_without_checkpoint": "cooldown.epoch_records",

@@ -289,3 +289,28 @@ def cooldown(settings: Path, *, member: str) -> CommandResult:
         "sent_bytes": ended.sent, "verified_bytes": ended.checked, "seconds": ended.seconds,
     }  # fmt: skip
     return CommandResult(data, 0 if ended.is_durable else 1)
+
+
+@checkpoint.command("clear-votes")
+@click.argument("url")
+@click.argument("job")
+@click.argument("epoch", type=click.IntRange(0))
+@print_result
+def clear_votes(url: str, job: str, *, epoch: int) -> CommandResult:
+    r"""Delete the votes of an epoch that has not ended, so that its members can vote again.
+
+    For an epoch whose members were killed after their votes, and came back with another content or
+    under other names. Stop all members first. No checkpoint is deleted.
+
+    \b
+    Example: millrace checkpoint clear-votes r2://ACCOUNT/BUCKET my-job 5
+    """
+    from millrace.checkpoints import clear_votes
+    from millrace.storage import open_store
+
+    members = clear_votes(open_store(url, make_folder=False), job, epoch)
+    echo(
+        f"Epoch {epoch} of {job} has no votes any more. Deleted the records of "
+        f"{format_count(len(members), 'member')}. Start the members again."
+    )
+    return CommandResult({"job": job, "epoch": epoch, "members": members})

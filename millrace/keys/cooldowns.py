@@ -64,6 +64,15 @@ class CooldownKeys:
         """Return the key of the metadata that a member proposes: created once."""
         return f"{self.make_own_prefix(member)}draft.json"
 
+    def list_records(self, member: str) -> tuple[str, ...]:
+        """Return the keys of all records of a member, except for its files."""
+        return (
+            self.make_vote_key(member),
+            self.make_late_vote_key(member),
+            self.make_result_key(member),
+            self.make_draft_key(member),
+        )
+
     def make_parts_prefix(self, member: str) -> str:
         """Return the prefix of the parts that a member uploads and the owner copies."""
         return f"{self.make_own_prefix(member)}parts/"

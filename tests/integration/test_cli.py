@@ -15,11 +15,15 @@ import torch
 from click.testing import CliRunner
 
 from millrace.checkpoints import Saver, load
+from millrace.checkpoints.cooldown.rosters import commit_roster
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
+from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress_bar import BytesBar
+from millrace.records import commit_once
+from millrace.schemas.checkpoint import Vote
 from millrace.settings import load_settings
-from millrace.storage import open_store
+from millrace.storage import list_objects, open_store
 from millrace.swarm.progress_events import PrewarmProgressed
 from millrace.testing.process import REPOSITORY, find_free_ports
 
@@ -64,7 +68,16 @@ def test_help_names_every_command(run):
             "index",
         ],
         "swarm": ["prewarm", "node"],
-        "checkpoint": ["list", "verify", "save", "import", "retain", "probe", "cooldown"],
+        "checkpoint": [
+            "list",
+            "verify",
+            "save",
+            "import",
+            "retain",
+            "probe",
+            "cooldown",
+            "clear-votes",
+        ],
         "gradient": ["aggregate", "catch-up", "import", "key", "roster", "score", "standings"],
         "machine": ["offers", "rent", "list", "release", "reap"],
         "bucket": ["audit", "clean", "wipe", "abort-uploads"],
@@ -186,6 +199,16 @@ def test_a_checkpoint_is_copied_and_verified(run, tmp_path):
     assert "Step 1 of old is in" in copy
     assert load(open_store(bucket), "old").checkpoint.step == 1
     assert "has no" in run("checkpoint", "save", disk, "none", bucket, code=1)
+
+
+def test_votes_of_an_epoch_that_cannot_end_are_cleared(run, tmp_path):
+    store = open_store((tmp_path / "bucket").as_uri())
+    vote = Vote(member="n0", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
+    commit_roster(store, "job", 5, ["n0"])
+    commit_once(store, CooldownKeys("job", 5).make_vote_key("n0"), vote)
+    assert "records of 1 member." in run("checkpoint", "clear-votes", store.url, "job", "5")
+    assert list(list_objects(store)) == []
+    assert "has no votes" in run("checkpoint", "clear-votes", store.url, "job", "5", code=1)
 
 
 def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path, monkeypatch):

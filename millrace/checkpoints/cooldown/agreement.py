@@ -53,7 +53,7 @@ class Agreement:
             if favourite.agreement_key != self.vote.agreement_key:
                 raise errors.ConflictError(
                     f"{count} of {len(voters)} members have another content than {member}, "
-                    "whose content is not saved. Load the epoch's checkpoint."
+                    f"whose content is not saved. Load the epoch's checkpoint. {self._remedy}"
                 )
             self.is_reached = True
             self._progress(ContentAgreed(member=member, votes=count, voters=len(voters)))
@@ -61,8 +61,18 @@ class Agreement:
             different = len({vote.agreement_key for vote in tally.votes.values()})
             raise errors.ConflictError(
                 f"The {len(voters)} members have {different} different contents, and none has "
-                "more than half of them: nothing is saved. Load the newest checkpoint."
+                "more than half of them: nothing is saved. Load the newest checkpoint on all. "
+                f"{self._remedy}"
             )
+
+    @property
+    def _remedy(self) -> str:
+        """Sentence for an epoch whose votes cannot lead to a checkpoint."""
+        roster = self._view.roster
+        return (
+            "If no member can save it, stop all members, clear the votes with `millrace checkpoint "
+            f"clear-votes {self._store.url} {roster.job} {roster.epoch}`, and start them again."
+        )
 
     def _commit_vote(self) -> None:
         roster, member = self._view.roster, self.vote.member
@@ -71,7 +81,7 @@ class Agreement:
         if committed != self.vote:
             raise errors.ConflictError(
                 f"{member} has voted for another content of this epoch before, so it did "
-                "not resume from its last state. Load the newest checkpoint."
+                f"not resume from its last state. Load the epoch's checkpoint. {self._remedy}"
             )
         self._has_voted = True
         self._view.tally.votes[member] = committed

@@ -21,6 +21,7 @@ from millrace.checkpoints import (
     OnTimeout,
     RetentionSettings,
     SaveSettings,
+    clear_votes,
     count_epochs_without_checkpoint,
     load,
     plan_retention,
@@ -532,6 +533,42 @@ def test_results_and_late_votes_of_an_earlier_try_end_no_epoch(folder, members) 
     assert all(one.is_durable for one in results.values())
     records = {name: fetch(folder, keys.make_result_key(name), CooldownRecord) for name in names}
     assert {name: one.outcome for name, one in records.items()} == outcomes(results)
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["c", "d"]])
+def test_members_that_were_killed_after_their_votes_vote_again_without_them(
+    folder, members, names
+) -> None:
+    keys = CooldownKeys(JOB, 0)
+    commit_roster(folder, JOB, 0, ["a", "b"], SEED)
+    for name in "ab":
+        vote = Vote(member=name, step=5, root="blake3:" + "f" * 64, rest="x", size=1)
+        commit_once(folder, keys.make_vote_key(name), vote)
+    made = members(folder, names)
+    failed = made.end()
+    assert {one.outcome for one in failed.values()} == {CooldownOutcome.FAILED}
+    assert all(f"clear-votes {folder.url} {JOB} 0`" in one.reason for one in failed.values())
+    with pytest.raises(errors.ConflictError, match=f"2 members of {JOB} live"):
+        clear_votes(folder, JOB, 0)
+    made.leave()
+    assert clear_votes(folder, JOB, 0) == tuple(sorted({"a", "b", *names}))
+    assert all(one.is_durable for one in members(folder, names).end().values())
+    assert fetch(folder, keys.roster, Roster).members == tuple(names)
+
+
+def test_votes_of_an_epoch_that_has_ended_are_not_cleared(folder, members) -> None:
+    with pytest.raises(errors.NotFoundError, match="has no votes"):
+        clear_votes(folder, JOB, 0)
+    made = members(folder, ["a", "b"])
+    made.end()
+    made.leave()
+    before = [stat.key for stat in list_objects(folder)]
+    with pytest.raises(errors.ConflictError, match="has ended"):
+        clear_votes(folder, JOB, 0)
+    assert [stat.key for stat in list_objects(folder)] == before
+    delete(folder, [KEYS.make_epoch_key(0)])  # members that died before this commit
+    with pytest.raises(errors.ConflictError, match="step 5, is committed"):
+        clear_votes(folder, JOB, 0)
 
 
 def cancelled(member: str) -> CooldownRecord:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
+from millrace.checkpoints.cooldown.rosters import commit_roster
 from millrace.cleanup import make_confirmation
 from millrace.cli import main
 from tests.integration.hostile.site import Site
@@ -162,6 +163,11 @@ def _wipe(site: Site) -> list[str]:
     return ["bucket", "wipe", _url(site), "--confirm", name]
 
 
+def _clear_votes(site: Site) -> list[str]:
+    commit_roster(site.open_store(), "runs/one", 1, ["n0"])
+    return ["checkpoint", "clear-votes", _url(site), "runs/one", "1"]
+
+
 DATASETS: dict[str, Words] = {
     "plan": lambda site: ["plan", _pipeline(site)],
     "run": lambda site: ["run", _pipeline(site), "--repair"],
@@ -208,6 +214,7 @@ CHECKPOINTS: dict[str, Words] = {
         (site.folder / "copy").as_uri(),
     ],
     "checkpoint probe": lambda site: ["checkpoint", "probe", _url(site), "runs/one"],
+    "checkpoint clear-votes": _clear_votes,
 }
 BUCKETS: dict[str, Words] = {
     "bucket audit": lambda site: ["bucket", "audit", _audit(site)],
