@@ -3,7 +3,7 @@
 from datetime import timedelta
 from enum import StrEnum
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from millrace.checkpoints.cooldown.checkpointers import SelectionRule
 from millrace.checkpoints.find import VerifyDepth
@@ -30,7 +30,8 @@ class SaveSettings(BaseModel):
         title="Refer to equal files",
         default=False,
         description="Refer to files of the job's newest checkpoint that have the same bytes, "
-        "instead of uploading them again. Retention keeps files that are referred to.",
+        "instead of uploading them again. Retention keeps files that are referred to. For a save "
+        "only: the members that end an epoch upload all files.",
     )
     ranks_within: Duration = Field(
         title="Wait for ranks",
@@ -115,3 +116,12 @@ class CooldownSettings(BaseModel):
         default=SaveSettings(),
         description="Settings of the files and their upload.",
     )
+
+    @field_validator("save")
+    @classmethod
+    def _check_save(cls, save: SaveSettings) -> SaveSettings:
+        if save.refer:
+            raise ValueError(
+                "the members that end an epoch upload all files and refer to none: leave out refer"
+            )
+        return save

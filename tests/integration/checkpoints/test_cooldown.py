@@ -889,6 +889,11 @@ def test_there_is_no_way_to_skip_the_upload() -> None:
         CooldownSettings(skip_upload=True)  # pyright: ignore[reportCallIssue]
 
 
+def test_the_end_of_an_epoch_refers_to_no_earlier_files() -> None:
+    with pytest.raises(ValueError, match="leave out refer"):
+        CooldownSettings(save=SaveSettings(refer=True))
+
+
 def test_members_wait_for_each_other_until_somebody_has_seen_them_all(folder, members) -> None:
     made = members(folder, ["a", "b"])
     one = made.memberships["a"]
