@@ -295,12 +295,14 @@ def cooldown(settings: Path, *, member: str) -> CommandResult:
 @click.argument("url")
 @click.argument("job")
 @click.argument("epoch", type=click.IntRange(0))
+@add_yes_option
 @print_result
-def clear_votes(url: str, job: str, *, epoch: int) -> CommandResult:
+def clear_votes(url: str, job: str, *, epoch: int, yes: bool) -> CommandResult:
     r"""Delete the votes of an epoch that has not ended, so that its members can vote again.
 
     For an epoch whose members were killed after their votes, and came back with another content or
-    under other names. Stop all members first. No checkpoint is deleted.
+    under other names. Stop all members first. No checkpoint is deleted. The command asks before it
+    deletes.
 
     \b
     Example: millrace checkpoint clear-votes r2://ACCOUNT/BUCKET my-job 5
@@ -308,7 +310,10 @@ def clear_votes(url: str, job: str, *, epoch: int) -> CommandResult:
     from millrace.checkpoints import clear_votes
     from millrace.storage import open_store
 
-    members = clear_votes(open_store(url, make_folder=False), job, epoch)
+    store = open_store(url, make_folder=False)
+    if not confirm(f"Delete the votes of epoch {epoch} of {store.make_url(job)}?", yes=yes):
+        return CommandResult({"job": job, "epoch": epoch, "members": []}, 1)
+    members = clear_votes(store, job, epoch)
     echo(
         f"Epoch {epoch} of {job} has no votes any more. Deleted the records of "
         f"{format_count(len(members), 'member')}. Start the members again."

@@ -206,9 +206,12 @@ def test_votes_of_an_epoch_that_cannot_end_are_cleared(run, tmp_path):
     vote = Vote(member="n0", step=5, root="blake3:" + "f" * 64, rest="x", size=1)
     commit_roster(store, "job", 5, ["n0"])
     commit_once(store, CooldownKeys("job", 5).make_vote_key("n0"), vote)
-    assert "records of 1 member." in run("checkpoint", "clear-votes", store.url, "job", "5")
+    command = ["checkpoint", "clear-votes", store.url, "job", "5"]
+    assert "Add --yes" in run(*command, code=2)
+    assert len(list(list_objects(store))) == 2
+    assert "records of 1 member." in run(*command, "--yes")
     assert list(list_objects(store)) == []
-    assert "has no votes" in run("checkpoint", "clear-votes", store.url, "job", "5", code=1)
+    assert "has no votes" in run(*command, "--yes", code=1)
 
 
 def test_init_writes_settings_that_are_read_back_and_never_overwrites(run, tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def _wipe(site: Site) -> list[str]:
 
 def _clear_votes(site: Site) -> list[str]:
     commit_roster(site.open_store(), "runs/one", 1, ["n0"])
-    return ["checkpoint", "clear-votes", _url(site), "runs/one", "1"]
+    return ["checkpoint", "clear-votes", _url(site), "runs/one", "1", "--yes"]
 
 
 DATASETS: dict[str, Words] = {
