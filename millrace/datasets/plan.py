@@ -46,6 +46,7 @@ from millrace.schemas.dataset import (
     HubShardRange,
     Manifest,
     PartitionEnd,
+    RowRange,
     SampleList,
     ShardCommit,
     ShardLayout,
@@ -60,9 +61,10 @@ _CONCURRENCY = 16  # concurrent uploads of the objects of a plan
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
+_TABLE_VERSIONS = {"table": "2"}  # of rows of Arrow tables
 _KIND_VERSIONS = {
-    SourceKind.PARQUET.value: {"parquet": "1"},
-    SourceKind.HUGGINGFACE.value: {"parquet": "1"},
+    SourceKind.PARQUET.value: _TABLE_VERSIONS,
+    SourceKind.HUGGINGFACE.value: _TABLE_VERSIONS,
     SourceKind.CSV.value: {"csv": "1"},
     SourceKind.WEBDATASET.value: {"tar": "1"},
     SourceKind.URLS.value: {"urls": "1"},
@@ -143,7 +145,7 @@ def make_plan(
             writer={
                 **{name: version for one in formats for name, version in one.writer.items()},
                 **_ROW_VERSIONS,
-                **_KIND_VERSIONS.get(partitioned.record.kind, {}),
+                **_list_kind_versions(partitioned),
             },
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
@@ -155,6 +157,13 @@ def make_plan(
         partition_files=settings.partition_files,
     )
     return plan, partitioned
+
+
+def _list_kind_versions(partitioned: PartitionedSource) -> dict[str, str]:
+    """Return the versions of the code that reads a source. A list of URLs may be a table, too."""
+    versions = _KIND_VERSIONS.get(partitioned.record.kind, {})
+    is_table = any(isinstance(one.source_range, RowRange) for one in partitioned.partitions[:1])
+    return {**versions, **(_TABLE_VERSIONS if is_table else {})}
 
 
 def check_committed(

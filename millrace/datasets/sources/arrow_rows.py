@@ -30,6 +30,38 @@ _REFUSALS = (ValueError, OverflowError, KeyError)
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
+class Int96Type(pa.ExtensionType):
+    """Times of parquet's type INT96, which has nanoseconds of any year.
+
+    Arrow's nanoseconds hold the years from 1677 to 2262, and other times wrap. So each time is
+    stored twice: in milliseconds, and in nanoseconds that may have wrapped.
+    """
+
+    def __init__(self) -> None:
+        units: Any = [(unit, pa.timestamp(unit)) for unit in ("ms", "ns")]
+        super().__init__(pa.struct(units), "millrace.int96")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        """Return nothing: the type has no parameters."""
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: Any, serialized: Any) -> "Int96Type":
+        """Return the type."""
+        return cls()
+
+
+def make_int96(milliseconds: Array, nanoseconds: Array) -> Array:
+    """Return times of parquet's type INT96.
+
+    Args:
+        milliseconds: The times in milliseconds.
+        nanoseconds: The same times in nanoseconds. Those of other years have wrapped.
+    """
+    pair = cast("Any", pa.StructArray).from_arrays([milliseconds, nanoseconds], ["ms", "ns"])
+    return cast("Any", pa.ExtensionArray).from_storage(Int96Type(), pair)
+
+
 def make_rows(
     batch: pa.RecordBatch,
     columns: Mapping[str, str] | None,
@@ -262,6 +294,8 @@ def encode_column(array: Array, *, takes_null: bool = True) -> Values:
         array: Values of the column.
         takes_null: Whether their field can be null, if the column has no type of its own.
     """
+    if isinstance(array.type, Int96Type):
+        return [_encode_json(value) for value in _read_values(array)]
     array = _drop_extension(array)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -318,6 +352,8 @@ def _read_values(array: Array) -> list[Any]:
 
     Times and decimals become text, since Python's types hold fewer digits.
     """
+    if isinstance(array.type, Int96Type):
+        return _format_int96(array.storage)
     array = _drop_extension(array)
     kind = array.type
     if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
@@ -339,11 +375,23 @@ def _drop_extension(array: Array) -> Array:
     return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
 
 
-def _format_time(text: str) -> str | ValueError:
+def _format_int96(array: Array) -> list[str | ValueError | None]:
+    """Return times by ISO 8601, with nine digits of a second."""
+    texts: list[str | None] = array.field("ms").cast(pa.string()).to_pylist()
+    thousandths = array.field("ms").cast(pa.int64())
+    # Both operations wrap, as the nanoseconds do, so that the difference is right.
+    digits = pc.subtract(array.field("ns").cast(pa.int64()), pc.multiply(thousandths, 1_000_000))
+    return [
+        text if text is None else _format_time(text, f"{more:06}")
+        for text, more in zip(texts, digits.to_pylist(), strict=True)
+    ]
+
+
+def _format_time(text: str, suffix: str = "") -> str | ValueError:
     """Return Arrow's text of a time by ISO 8601. Arrow's remark on a time out of range is none."""
     if text.startswith("<"):
         return ValueError(text.strip("<>"))
-    return text.replace(" ", "T", 1)
+    return text.replace(" ", "T", 1) + suffix
 
 
 def _read_value(scalar: "pa.Scalar[Any]") -> Any:

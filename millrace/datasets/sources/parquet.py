@@ -20,6 +20,7 @@ from millrace.datasets.sample import Row, RowBatch, iterate_rows
 from millrace.datasets.sources.arrow_rows import (
     check_columns,
     find_path,
+    make_int96,
     make_rows,
 )
 from millrace.datasets.sources.files import SourceFiles, drop_etag
@@ -244,9 +245,11 @@ class ParquetSource:
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a row group in batches of about 512 KiB."""
 
-        def decode(rows: int) -> Iterator[pa.RecordBatch]:
-            return cast("Any", parquet).iter_batches(
-                rows, row_groups=[group], columns=names, use_threads=False
+        def decode(
+            rows: int, file: pq.ParquetFile = parquet, columns: list[str] | None = names
+        ) -> Iterator[pa.RecordBatch]:
+            return cast("Any", file).iter_batches(
+                rows, row_groups=[group], columns=columns, use_threads=False
             )
 
         described = parquet.metadata.row_group(group)
@@ -256,7 +259,17 @@ class ParquetSource:
             # The first rows show the size. For this, their pages are decoded twice.
             probed = next(decode(_PROBED_ROWS), None)
             row_bytes = probed.nbytes // max(1, probed.num_rows) if probed else 0
-        return decode(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, row_bytes))))
+        rows = min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, row_bytes)))
+        if times := _list_int96(parquet, names):
+            coarse = pq.ParquetFile(
+                cast("Any", reader),
+                metadata=parquet.metadata,
+                buffer_size=_BUFFER_SIZE,
+                page_checksum_verification=True,
+                coerce_int96_timestamp_unit="ms",
+            )
+            return _join_times(decode(rows), decode(_MAX_BATCH_ROWS, coarse, times), times)
+        return decode(rows)
 
     def _select_names(self, schema: pa.Schema) -> list[str] | None:
         """Return the paths of the columns to read; None for all."""
@@ -289,6 +302,36 @@ def _select_chunks(
             offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
             chunks.append((min(one for one in offsets if one is not None), chunk))
     return chunks
+
+
+def _list_int96(parquet: pq.ParquetFile, names: list[str] | None) -> list[str]:
+    """Return the columns of the type INT96 to read. Those within other columns are refused."""
+    columns = (parquet.schema.column(index) for index in range(len(parquet.schema)))
+    paths = {one.path for one in columns if one.physical_type == "INT96"}
+    return sorted(paths.intersection(parquet.schema_arrow.names if names is None else names))
+
+
+def _join_times(
+    batches: Iterator[pa.RecordBatch], coarse: Iterator[pa.RecordBatch], names: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches whose columns of INT96 hold their times in both units.
+
+    Args:
+        batches: Rows of a row group, with these times in nanoseconds.
+        coarse: The same times of the row group in milliseconds, in batches of other sizes.
+        names: Names of these columns.
+    """
+    held: Any = pa.schema([(name, pa.timestamp("ms")) for name in names]).empty_table()
+    for batch in batches:
+        while held.num_rows < batch.num_rows and (more := next(coarse, None)) is not None:
+            held = pa.concat_tables([held, pa.Table.from_batches([more])])
+        joined: Any = batch
+        for name in names:
+            index = joined.schema.get_field_index(name)
+            times = held[name].slice(0, batch.num_rows).combine_chunks()
+            joined = joined.set_column(index, name, make_int96(times, joined.column(index)))
+        held = held.slice(batch.num_rows)
+        yield joined
 
 
 def _estimate_size(

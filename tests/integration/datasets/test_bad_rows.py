@@ -262,3 +262,18 @@ def test_bytes_within_lists_are_refused_before_the_run(tmp_path):
     with pytest.raises(errors.ConfigurationError, match=r"column 's' holds bytes in s\.bytes"):
         plan({"json": "s"})
     assert len(plan({"bin": "b", "jpg": "s.bytes", "txt": "s.path"}).partitions) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "is_table"),
+    [
+        ("a.parquet", {"kind": "parquet"}, True),
+        ("a.parquet", {"kind": "urls"}, True),
+        ("a.csv", {"kind": "urls"}, False),
+        ("a.csv", {"kind": "csv"}, False),
+    ],
+)
+def test_a_plan_names_the_version_of_the_code_that_reads_tables(tmp_path, name, source, is_table):
+    body = encode_table(pa.table({"url": ["x"]})) if name == "a.parquet" else b"url\nx\n"
+    plan = plan_dataset(make_settings(tmp_path, {name: body}, source))
+    assert ("table" in plan.layout.writer) == is_table

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import secrets
+import struct
 
 import numpy as np
 import pyarrow as pa
@@ -162,6 +163,86 @@ def test_a_time_that_has_no_text_costs_its_row(store, columns):
     assert "out of range" in rows[1].reason
 
 
+def put_int96(store, name, times, **options):
+    """Store a parquet file with times of the type INT96: Julian days and nanoseconds, or None."""
+    count = len(times)
+    known = [(2440588 + row, 10**9 * row) for row in range(count)]  # in their place at first
+    body = make_body(
+        pa.table(
+            {
+                "n": list(range(count)),
+                "word": pa.array([f"{row % 90}" for row in range(count)]).dictionary_encode(),
+                "t": pa.array(
+                    [None if time is None else (day - 2440588) * 86400 * 10**9 + nanoseconds
+                     for time, (day, nanoseconds) in zip(times, known, strict=True)],
+                    pa.timestamp("ns"),
+                ),
+            }
+        ),
+        use_deprecated_int96_timestamps=True, use_dictionary=["word"], compression="none",
+        write_statistics=False, **options,
+    )  # fmt: skip
+    changed = bytearray(body)
+    for (day, nanoseconds), time in zip(known, times, strict=True):
+        if time is not None:
+            written = struct.pack("<QI", nanoseconds, day)
+            assert body.count(written) == 1
+            struct.pack_into("<QI", changed, body.index(written), time[1], time[0])
+    put(store, name, bytes(changed))
+
+
+DAY = 86400 * 10**9  # nanoseconds
+ANY_TIME = st.tuples(st.integers(1721426, 5373484), st.integers(0, DAY - 1))  # years 1 to 9999
+
+
+def format_int96(time):
+    """Return a time of the type INT96 by ISO 8601, without Arrow."""
+    if time is None:
+        return None
+    date = datetime.date.fromordinal(time[0] - 1721425)
+    seconds, fraction = divmod(time[1], 10**9)
+    clock = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return f"{date.isoformat()}T{clock}.{fraction:09}"
+
+
+@settings(deadline=None, max_examples=scale_examples(40))
+@given(
+    times=st.lists(st.one_of(st.none(), ANY_TIME), min_size=1, max_size=30),
+    group=st.integers(1, 17),
+    whole=st.booleans(),
+)
+def test_times_of_int96_are_exact_in_every_year(times, group, whole):
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put_int96(store, "a.parquet", times, row_group_size=group)
+    partitions, source = open_parquet(store, None if whole else {"json": "t", "cls": "n"})
+    (partition,) = partitions
+    rows = list(source.iterate_rows(partition.source_range, 0))
+    found = [json.loads(row.fields["json"]) for row in rows]
+    assert [one["t"] if whole else one for one in found] == [format_int96(one) for one in times]
+    for row in rows[:: max(1, len(rows) // 3)]:
+        after = list(source.iterate_rows(partition.source_range, row.next_cursor))
+        assert after == rows[row.next_cursor :]
+
+
+def test_the_last_day_of_the_calendar_stays_that_day_in_every_batch(store):
+    times = [(5373484, 0) if row % 3 else (2458850, row) for row in range(5000)]
+    put_int96(store, "a.parquet", times, row_group_size=4000)
+    rows = read_all(store)
+    assert [json.loads(row.fields["json"]) for row in rows] == [
+        {"n": row, "word": f"{row % 90}", "t": format_int96(time)} for row, time in enumerate(times)
+    ]
+    assert rows[1].fields["json"] == b'{"n":1,"word":"1","t":"9999-12-31T00:00:00.000000000"}'
+
+
+@pytest.mark.parametrize("columns", [None, {"json": "t"}])
+def test_a_time_of_int96_that_has_no_text_costs_its_row(store, columns):
+    put_int96(store, "a.parquet", [(2440588, 1), (2**32 - 1, 0), (1, 0), None])
+    rows = read_all(store, columns)
+    assert [type(row) for row in rows] == [Sample, BadRow, Sample, Sample]
+    assert "out of range" in rows[1].reason
+    assert b"-4713-11-25T00:00:00.000000000" in rows[2].fields["json"]
+
+
 def test_only_files_of_parquet_are_taken_by_default(store):
     put(store, "data/a.parquet", make_body(pa.table({"t": ["x"]})))
     put(store, "data/_metadata.yaml", b"rows: 1")
@@ -313,6 +394,13 @@ def test_a_value_that_is_repeated_takes_the_memory_of_few_rows(store):
 def test_columns_that_would_lose_values_are_refused(store, table, said):
     put(store, "a.parquet", make_body(table))
     with pytest.raises(errors.ConfigurationError, match=said):
+        read_all(store)
+
+
+def test_times_of_int96_within_lists_are_refused(store):
+    table = pa.table({"a": pa.array([[1]], pa.list_(pa.timestamp("us")))})
+    put(store, "a.parquet", make_body(table, use_deprecated_int96_timestamps=True))
+    with pytest.raises(errors.ConfigurationError, match="times in nanoseconds within lists"):
         read_all(store)
 
 
