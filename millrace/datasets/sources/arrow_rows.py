@@ -27,6 +27,7 @@ Columns = dict[str, Values]
 
 _REFUSALS = (ValueError, OverflowError, KeyError)
 """Errors of values that Python does not hold: no Unicode, a time too far, or in an unknown zone."""
+_OLD_ZONE = "US/Eastern"  # a name that only whole databases of time zones have
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
@@ -356,14 +357,10 @@ def _read_values(array: Array) -> list[Any]:
         return _format_int96(array.storage)
     array = _drop_extension(array)
     kind = array.type
-    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        try:
-            texts: list[str | None] = array.cast(pa.string()).to_pylist()
-        except pa.ArrowInvalid as error:  # such as an unknown time zone
-            return [error] * len(array)
-        if not pa.types.is_temporal(kind):
-            return texts
-        return [text if text is None else _format_time(text) for text in texts]
+    if pa.types.is_decimal(kind):
+        return array.cast(pa.string()).to_pylist()
+    if pa.types.is_temporal(kind):
+        return _format_times(array)
     try:
         return array.to_pylist()
     except _REFUSALS:
@@ -375,6 +372,50 @@ def _drop_extension(array: Array) -> Array:
     return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
 
 
+def _format_times(array: Array) -> list[str | ValueError | None]:
+    """Return times by ISO 8601, or the exception why one has no text.
+
+    Raises:
+        ConfigurationError: This machine has no whole database of time zones.
+    """
+    zone: str | None = getattr(array.type, "tz", None)
+    if zone is None:
+        return [text and _format_time(text) for text in array.cast(pa.string()).to_pylist()]
+    times = array.cast(pa.timestamp(array.type.unit))  # in UTC, which needs no database
+    in_utc: list[str | ValueError | None] = [
+        text and _format_time(text, "Z") for text in times.cast(pa.string()).to_pylist()
+    ]
+    if zone == "UTC":
+        return in_utc
+    try:
+        texts = array.cast(pa.string()).to_pylist()
+    except pa.ArrowInvalid as error:
+        _check_time_zones(error)
+        return [text and error for text in in_utc]
+    # Arrow's text of a time out of range is that of another time, if the type has a zone.
+    return [
+        _format_time(text) if isinstance(utc, str) else utc
+        for utc, text in zip(in_utc, texts, strict=True)
+    ]
+
+
+def _check_time_zones(error: Exception) -> None:
+    """Check that a zone is unknown because of the source, and not because of this machine.
+
+    Raises:
+        ConfigurationError: This machine does not know a zone that a whole database has.
+    """
+    known: Array = pa.array([0], pa.timestamp("s", _OLD_ZONE))
+    try:
+        known.cast(pa.string())
+        known.to_pylist()
+    except _REFUSALS:
+        raise errors.ConfigurationError(
+            f"This machine has no whole database of time zones ({error}). Install it (`apt-get "
+            "install tzdata`, and `tzdata-legacy` where there is one), and run the dataset again."
+        ) from error
+
+
 def _format_int96(array: Array) -> list[str | ValueError | None]:
     """Return times by ISO 8601, with nine digits of a second."""
     texts: list[str | None] = array.field("ms").cast(pa.string()).to_pylist()
@@ -382,7 +423,7 @@ def _format_int96(array: Array) -> list[str | ValueError | None]:
     # Both operations wrap, as the nanoseconds do, so that the difference is right.
     digits = pc.subtract(array.field("ns").cast(pa.int64()), pc.multiply(thousandths, 1_000_000))
     return [
-        text if text is None else _format_time(text, f"{more:06}")
+        text and _format_time(text, f"{more:06}")
         for text, more in zip(texts, digits.to_pylist(), strict=True)
     ]
 
@@ -397,8 +438,11 @@ def _format_time(text: str, suffix: str = "") -> str | ValueError:
 def _read_value(scalar: "pa.Scalar[Any]") -> Any:
     try:
         return scalar.as_py()
+    except (KeyError, pa.ArrowInvalid) as error:
+        _check_time_zones(error)
+        return ValueError(f"no time zone {error}")
     except _REFUSALS as error:
-        return ValueError(f"no time zone {error}") if isinstance(error, KeyError) else error
+        return error
 
 
 def _encode_json(value: Any) -> bytes | Exception:

@@ -14,6 +14,7 @@ from millrace import PipelineSettings, errors, shard_dataset
 from millrace.dataset_ledger import iterate_commits
 from millrace.datasets import plan_dataset
 from millrace.datasets.loader import ShardLoader
+from millrace.datasets.sources import arrow_rows
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import list_objects, open_store, read
 
@@ -104,6 +105,26 @@ def test_a_time_in_an_unknown_zone_costs_its_row_and_not_the_run(tmp_path, colum
     (row,) = read_quarantine(settings)
     assert row["where"] == "a.parquet, row 0"
     assert re.search("cannot be written: no time zone .*Mars/X", row["reason"])
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.timestamp("ms", "Mars/X"), pa.list_(pa.timestamp("ms", "Mars/X"))]
+)
+def test_a_machine_without_time_zones_stops_the_run_and_quarantines_nothing(
+    tmp_path, monkeypatch, kind
+):
+    values = [[1], None, []] if pa.types.is_list(kind) else [1, None, None]
+    body = encode_table(pa.table({"t": pa.array(values, kind)}))
+    settings = make_settings(tmp_path, {"a.parquet": body}, {"kind": "parquet"})
+    with monkeypatch.context() as patched:
+        # Which zones the machine has is fixed, so the name that it must have is changed.
+        patched.setattr(arrow_rows, "_OLD_ZONE", "Mars/Y")
+        with pytest.raises(errors.ConfigurationError, match="no whole database of time zones"):
+            shard_dataset(settings)
+    assert not read_quarantine(settings)
+    assert shard_dataset(settings).samples == 2
+    (row,) = read_quarantine(settings)
+    assert row["where"] == "a.parquet, row 0"
 
 
 FORMATS = ["webdataset", "litdata", "mds", "parquet"]

@@ -1,6 +1,9 @@
 """Values of Arrow arrays as bytes, beside those of pyarrow's own `to_pylist`."""
 
+import json
 import random
+import subprocess
+import sys
 from typing import Any
 
 import orjson
@@ -65,3 +68,57 @@ def test_only_the_rows_with_a_null_text_make_no_sample():
         BadRow("a.parquet, row 8", "the column 'text' is null", b"", 72),
         Sample("00002-0000000009", {"txt": b"c", "cls": b"3"}, 73),
     ]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_times_in_utc_are_those_of_arrow(unit):
+    rng = random.Random(2)
+    values = [None if n % 7 == 3 else rng.randrange(-(2**33), 2**33) for n in range(200)]
+    for array in make_parts(pa.array(values, pa.timestamp(unit, "UTC"))):
+        texts: list[str | None] = array.cast(pa.string()).to_pylist()
+        expected = [text and text.replace(" ", "T") for text in texts]
+        assert encode_column(array) == [orjson.dumps(text) for text in expected]
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin", "+02:00"])
+def test_a_time_that_has_no_text_is_an_error_in_every_zone(zone):
+    array = pa.array([0, 2**62, None, -(2**62)], pa.timestamp("us", zone))
+    first, late, null, early = encode_column(array)
+    assert (first[:11], null) == (b'"1970-01-01', b"null")
+    assert "out of range" in str(late)
+    assert "out of range" in str(early)
+
+
+WITHOUT_ZONES = """
+import json, resource, sys
+import pyarrow as pa
+from millrace import errors
+from millrace.datasets.sources.arrow_rows import encode_column
+
+nested = [pa.array([[0]], pa.list_(pa.timestamp("s", zone))) for zone in sys.argv[1:]]
+plain = [pa.array([0, None], pa.timestamp("s", zone)) for zone in sys.argv[1:]]
+sys.modules["pytz"] = None  # it has its own database
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # no file can be opened, so no database
+found = []
+for array in [*plain, *nested]:
+    try:
+        found.append([value.decode() for value in encode_column(array)])
+    except errors.ConfigurationError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_machine_without_time_zones_writes_utc_and_refuses_zones():
+    zones = ["UTC", "+02:00", "Europe/Berlin", "Mars/X"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ZONES, *zones], check=True, capture_output=True, text=True
+    )
+    utc, offset, *refused = json.loads(done.stdout)
+    assert utc == ['"1970-01-01T00:00:00Z"', "null"]
+    assert offset == ['"1970-01-01T02:00:00+0200"', "null"]
+    assert refused.pop(3) == ['["1970-01-01T02:00:00+02:00"]']  # offsets need no database
+    assert len(refused) == 5
+    for said in refused:
+        assert "This machine has no whole database of time zones" in said
+        assert "`apt-get install tzdata`" in said
