@@ -5,6 +5,7 @@ Text and bytes are written unchanged, and other values as JSON.
 
 import io
 from collections.abc import Iterator, Mapping
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from itertools import pairwise
 from types import MappingProxyType
@@ -375,6 +376,8 @@ def _drop_extension(array: Array) -> Array:
 def _format_times(array: Array) -> list[str | ValueError | None]:
     """Return times by ISO 8601, or the exception why one has no text.
 
+    ISO 8601 has no offsets with seconds, such as those before standard time. Such a time is in UTC.
+
     Raises:
         ConfigurationError: This machine has no whole database of time zones.
     """
@@ -392,10 +395,13 @@ def _format_times(array: Array) -> list[str | ValueError | None]:
     except pa.ArrowInvalid as error:
         _check_time_zones(error)
         return [text and error for text in in_utc]
+    local: Array = cast("Any", pc).local_timestamp(array)
+    offsets: Array = pc.subtract(local, times).cast(pa.duration("s"))
+    seconds = offsets.cast(pa.int64()).to_pylist()
     # Arrow's text of a time out of range is that of another time, if the type has a zone.
     return [
-        _format_time(text) if isinstance(utc, str) else utc
-        for utc, text in zip(in_utc, texts, strict=True)
+        utc if not isinstance(utc, str) or offset % 60 else _format_time(text)
+        for utc, text, offset in zip(in_utc, texts, seconds, strict=True)
     ]
 
 
@@ -449,7 +455,8 @@ def _encode_json(value: Any) -> bytes | Exception:
     if isinstance(value, Exception):
         return value
     try:
-        return orjson.dumps(value, default=_convert_value)
+        # orjson's own text of a time lacks the seconds of its offset, or zeros of its fraction.
+        return orjson.dumps(value, default=_convert_value, option=orjson.OPT_PASSTHROUGH_DATETIME)
     except (TypeError, ValueError) as error:
         return error
 
@@ -457,4 +464,9 @@ def _encode_json(value: Any) -> bytes | Exception:
 def _convert_value(value: object) -> object:
     if isinstance(value, Decimal):
         return str(value)
+    if isinstance(value, datetime):
+        offset = value.utcoffset()
+        return (value.astimezone(UTC) if offset and offset.seconds % 60 else value).isoformat()
+    if isinstance(value, date | time):
+        return value.isoformat()
     raise TypeError(f"JSON cannot hold a value of type {type(value).__name__}")

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from datetime import datetime
 from typing import Any
 
 import orjson
@@ -87,6 +88,70 @@ def test_a_time_that_has_no_text_is_an_error_in_every_zone(zone):
     assert (first[:11], null) == (b'"1970-01-01', b"null")
     assert "out of range" in str(late)
     assert "out of range" in str(early)
+
+
+ZONES = ["Europe/Berlin", "Africa/Monrovia", "Asia/Kathmandu", "-03:30", "Etc/UTC"]
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_times_in_a_zone_are_the_instants_of_the_array(zone, unit):
+    rng = random.Random(3)
+    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    second = [None if n % 7 == 3 else rng.randrange(-(2**33), 2**33) for n in range(200)]
+    values = [one and one * per_second + rng.randrange(per_second) for one in second]
+    for array in make_parts(pa.array(values, pa.timestamp(unit, zone))):
+        arrow: list[str | None] = array.cast(pa.string()).to_pylist()
+        instants = array.cast(pa.int64()).to_pylist()
+        for value, text, instant in zip(encode_column(array), arrow, instants, strict=True):
+            if text is None:
+                assert value == b"null"
+                continue
+            found = orjson.loads(value)
+            assert datetime.fromisoformat(found).timestamp() // 1 == instant // per_second
+            assert found == text.replace(" ", "T") or found.endswith("Z")
+
+
+def test_times_before_standard_time_are_written_in_utc_and_others_in_their_zone():
+    values = [-2840140800, None, 0]  # 1880, when Berlin was 53 minutes and 28 seconds from UTC
+    array: Any = pa.array(values, pa.timestamp("s", "Europe/Berlin"))
+    assert encode_column(array) == [
+        b'"1880-01-01T00:00:00Z"', b"null", b'"1970-01-01T01:00:00+0100"'
+    ]  # fmt: skip
+    nested = pa.array([[value] for value in values], pa.list_(array.type))
+    assert encode_column(nested) == [
+        b'["1880-01-01T00:00:00+00:00"]', b"[null]", b'["1970-01-01T01:00:00+01:00"]'
+    ]  # fmt: skip
+    rows = make_rows(
+        pa.record_batch({"t": array, "l": nested}), None, file_index=0, first=0, cursor=0, where="a"
+    )
+    assert [orjson.loads(value) for batch in rows for value in batch.columns["json"]] == [
+        {"t": "1880-01-01T00:00:00Z", "l": ["1880-01-01T00:00:00+00:00"]},
+        {"t": None, "l": [None]},
+        {"t": "1970-01-01T01:00:00+0100", "l": ["1970-01-01T01:00:00+01:00"]},
+    ]
+
+
+def test_nested_times_are_those_of_python():
+    struct = {
+        "at": pa.timestamp("us", "Europe/Berlin"), "day": pa.date32(), "clock": pa.time64("us"),
+        "naive": pa.timestamp("us"),
+    }  # fmt: skip
+    rng = random.Random(4)
+    values = [
+        {
+            "at": rng.randrange(0, 2**50), "day": rng.randrange(-(2**19), 2**20),
+            "clock": rng.choice([0, 10**6, rng.randrange(86400 * 10**6)]),
+            "naive": rng.choice([0, rng.randrange(-(2**55), 2**57)]),
+        }
+        for _ in range(300)
+    ]  # fmt: skip
+    array: Any = pa.array([None, *values], pa.struct(list(struct.items())))
+    expected = [
+        one and {name: value.isoformat() for name, value in one.items()}
+        for one in array.to_pylist()
+    ]
+    assert [orjson.loads(value) for value in encode_column(array)] == expected
 
 
 WITHOUT_ZONES = """
