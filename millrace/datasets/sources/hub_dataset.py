@@ -176,7 +176,11 @@ def _use_endpoint(endpoint: str) -> None:
 
 
 def open_hub_dataset(
-    spec: HubSpec, config: str | None, split: str | None, load_kwargs: Mapping[str, Any]
+    spec: HubSpec,
+    config: str | None,
+    split: str | None,
+    load_kwargs: Mapping[str, Any],
+    columns: Columns,
 ) -> HubDataset:
     """Resolve a split of a dataset to its files. A process resolves it once.
 
@@ -185,19 +189,27 @@ def open_hub_dataset(
         config: Configuration; None for the default.
         split: Split; None for the only one.
         load_kwargs: More arguments of the library.
+        columns: Column of each field, by the field's extension; None for whole rows.
 
     Raises:
         NotFoundError: There is no such split.
         ConfigurationError: The library cannot open the dataset, or has no such configuration, or
-            the dataset has files outside of its repository.
+            the dataset has files outside of its repository, or the library reads texts as times.
         UnavailableError: The Hub does not answer.
     """
-    return _open_once(cast("Any", spec), config, split, json.dumps(load_kwargs, sort_keys=True))
+    names = None if columns is None else {one.removesuffix(".bytes") for one in columns.values()}
+    taken = None if names is None else tuple(sorted(names))
+    arguments = json.dumps(load_kwargs, sort_keys=True)
+    return _open_once(cast("Any", spec), config, split, arguments, taken)
 
 
 @lru_cache(maxsize=4)
 def _open_once(
-    spec: HubSpec, config: str | None, split: str | None, load_kwargs: str
+    spec: HubSpec,
+    config: str | None,
+    split: str | None,
+    load_kwargs: str,
+    taken: tuple[str, ...] | None,
 ) -> HubDataset:
     assert spec.endpoint is not None
     _use_endpoint(spec.endpoint)
@@ -244,6 +256,8 @@ def _open_once(
         and not (settings.columns or settings.filters)
         and all(path.lower().endswith(_DIRECT) for path in data_files[split])
     )
+    if name == "json":
+        _refuse_times(spec, builder, taken)
     if name in FOLDERS:
         settings.decode_num_threads = 0  # the bytes of the files are wanted
     streaming = builder.as_streaming_dataset
@@ -255,6 +269,50 @@ def _open_once(
         expected_rows=max(0, int(info.num_examples or 0)) if info else 0,
         rows=None if is_direct else _call(spec, lambda: streaming(split=split)),
     )
+
+
+def _refuse_times(spec: HubSpec, builder: Any, taken: tuple[str, ...] | None) -> None:
+    """Make a builder of JSON refuse times, unless the dataset declares them as such.
+
+    JSON has no times. The library reads a column as times if all texts in about 10 MB look like
+    times, and writes such a time in another form, also where the column is declared as text.
+
+    Args:
+        spec: Repository at its commit.
+        builder: The builder, which has read no file yet.
+        taken: Columns that the samples take, or parts of them; None for all.
+    """
+    features = builder.info.features
+    declared = set(_iterate_times(features.arrow_schema)) if features else set[str]()
+    cast_table = builder._cast_table  # noqa: SLF001 - the only step between the file and the cast
+
+    def cast_checked(table: pa.Table, *arguments: Any, **options: Any) -> pa.Table:
+        for path in _iterate_times(table.schema):
+            is_taken = taken is None or any(
+                f"{path}.".startswith(f"{one}.") or one.startswith(f"{path}.") for one in taken
+            )
+            if is_taken and path not in declared:
+                raise errors.ConfigurationError(
+                    f"hf://datasets/{spec.repo}: the library `datasets` reads texts in the column "
+                    f"{path!r} as times, and would write them in another form. Use `kind: jsonl`, "
+                    "which keeps texts, or leave the column out of `columns`, or declare it as "
+                    "`timestamp` in the README of the dataset."
+                )
+        return cast_table(table, *arguments, **options)
+
+    builder._cast_table = cast_checked  # noqa: SLF001
+
+
+def _iterate_times(schema: pa.Schema) -> Iterator[str]:
+    """Yield the paths of the columns, or parts of columns, that hold times."""
+    found: list[tuple[str, Any]] = [(one.name, one.type) for one in list_fields(schema)]
+    while found:
+        path, kind = found.pop()
+        if pa.types.is_temporal(kind):
+            yield path
+        fields: list[Any] = [cast("Any", kind).field(n) for n in range(kind.num_fields)]
+        is_struct = pa.types.is_struct(kind)
+        found += [(f"{path}.{one.name}" if is_struct else path, one.type) for one in fields]
 
 
 def _as_dict(value: Any) -> dict[Any, Any]:

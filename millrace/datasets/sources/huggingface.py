@@ -55,7 +55,11 @@ def partition_hub_dataset(
     """
     files.check_commit()
     dataset = open_hub_dataset(
-        files.committed_spec, settings.config, settings.split, settings.load_kwargs
+        files.committed_spec,
+        settings.config,
+        settings.split,
+        settings.load_kwargs,
+        settings.columns,
     )
     table = list_files(files, ExactPaths(dataset.paths))
     described = SourceRecord(
@@ -89,7 +93,30 @@ def partition_hub_dataset(
         record = described.model_copy(update={"settings": chosen})
         shards = _divide_shards(dataset, dataset.rows.n_shards, table, division)
         partitions = partition_ranges(shards, division)
-    return PartitionedSource(record, partitions, {}, field_types=guess_types(schema, columns))
+    return PartitionedSource(
+        record,
+        partitions,
+        {},
+        notes=_describe_guesses(dataset),
+        field_types=guess_types(schema, columns),
+    )
+
+
+def _describe_guesses(dataset: HubDataset) -> tuple[str, ...]:
+    """Return the note that the library guesses the types of values, if it does."""
+    if dataset.builder_name == "csv":
+        note = (
+            "The library `datasets` guesses the types of CSV values, and writes 007 as 7. `kind: "
+            "csv` at the same URL keeps them as they are."
+        )
+    elif dataset.builder_name == "json":
+        note = (
+            "The library `datasets` guesses the types of JSON values. `kind: jsonl` at the same "
+            "URL keeps those of JSON lines as they are."
+        )
+    else:
+        return ()
+    return (note,)
 
 
 def _divide_shards(
@@ -144,6 +171,7 @@ class HubDatasetSource:
             settings["config"],
             settings["split"],
             settings["load_kwargs"],
+            self._columns,
         )
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:

@@ -155,6 +155,69 @@ def test_builders_of_the_library_give_every_row(hub, repo, tmp_path, name):
     assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
 
 
+def make_lines(*rows: object) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("declared", [None, "string"])
+@pytest.mark.parametrize("columns", [None, {"txt": "text"}])
+def test_a_text_that_the_library_reads_as_a_time_is_refused(hub, repo, tmp_path, columns, declared):
+    features = {"features": [{"name": "text", "dtype": declared}]}
+    card = make_card(**({"dataset_info": features} if declared else {}))
+    files = {"README.md": card, "train-0.jsonl": make_lines({"text": "unknown"})}
+    commit(hub, repo, files | {"train-1.jsonl": make_lines(*[{"text": "2020-01-01"}] * 3)})
+    settings = make_settings(hub, repo, tmp_path, columns=columns)
+    with pytest.raises(errors.ConfigurationError, match=r"'text' as times.*Use `kind: jsonl`"):
+        shard_dataset(settings)
+    assert b"00:00:00" not in b"".join(read_members(tmp_path).values())
+
+    exact = {"kind": "jsonl", "split": None, "columns": columns}
+    settings = make_settings(hub, repo, tmp_path, **exact)
+    shard_dataset(settings.model_copy(update={"dataset": "exact"}))
+    assert b"2020-01-01" in b"".join(read_members(tmp_path).values())
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        ({"a": {"b": ["2020-01-01 10:00:00"]}}, {"json": "a"}, r"'a\.b' as times"),
+        ({"a": {"b": "2020-01-01", "c": 1}}, {"json": "a.b"}, r"'a\.b' as times"),
+        ({"a": {"b": "2020-01-01", "c": 1}}, {"json": "a.c"}, ""),
+        ({"a": "2020-01-01", "text": "x"}, {"txt": "text"}, ""),
+    ],
+)
+def test_only_times_in_columns_that_are_taken_are_refused(hub, repo, tmp_path, row, columns, said):
+    commit(hub, repo, {"train.jsonl": make_lines(row)})
+    settings = make_settings(hub, repo, tmp_path, columns=columns)
+    if not said:
+        assert shard_dataset(settings).samples == 1
+        return
+    with pytest.raises(errors.ConfigurationError, match=said):
+        preflight_dataset(settings)
+
+
+def test_times_that_a_dataset_declares_are_written_as_times(hub, repo, tmp_path):
+    features = {"features": [{"name": "at", "dtype": "timestamp[s]"}]}
+    lines = make_lines({"at": "2020-01-01"}, {"at": None})
+    commit(hub, repo, {"README.md": make_card(dataset_info=features), "train.jsonl": lines})
+    shard_dataset(make_settings(hub, repo, tmp_path, columns={"json": "at"}))
+    assert sorted(read_members(tmp_path).values()) == [b'"2020-01-01T00:00:00"', b"null"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("a.csv", b"text\n007\n", "`kind: csv` at the same URL"),
+        ("a.jsonl", make_lines({"text": "a"}), "`kind: jsonl` at the same URL"),
+        ("a.txt", b"a\n", ""),
+    ],
+)
+def test_the_plan_says_that_the_library_guesses_types(hub, repo, tmp_path, name, body, said):
+    commit(hub, repo, {name: body})
+    _, found = preflight_dataset(make_settings(hub, repo, tmp_path))
+    assert [said in note for note in found.notes] == ([True] if said else [])
+
+
 class StopError(Exception):
     pass
 
