@@ -39,7 +39,8 @@ FOLDERS = {"audiofolder", "imagefolder", "videofolder"}
 """Builders of the library for which each file is a sample."""
 
 _BUILDERS = {"arrow", "csv", "json", "parquet", "text", "webdataset", "xml", *FOLDERS}
-_DIRECT = (".parquet", ".geoparquet", ".gpq")  # files that are read by row groups
+PARQUET = (".parquet", ".geoparquet", ".gpq")
+"""Ends of the names of files that are read by row groups."""
 _INFOS = "dataset_infos.json"
 _CARDS = ("README.md", ".huggingface.yaml", _INFOS)
 _MAX_CARD_BYTES = 16 << 20
@@ -254,7 +255,7 @@ def _open_once(
     is_direct = (
         name == "parquet"
         and not (settings.columns or settings.filters)
-        and all(path.lower().endswith(_DIRECT) for path in data_files[split])
+        and all(path.lower().endswith(PARQUET) for path in data_files[split])
     )
     if name == "json":
         _refuse_times(spec, builder, taken)

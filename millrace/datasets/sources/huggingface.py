@@ -24,6 +24,7 @@ from millrace.datasets.sources.http_files import RetryClock
 from millrace.datasets.sources.hub_dataset import (
     FOLDERS,
     LIBRARY_VERSION,
+    PARQUET,
     Columns,
     HubDataset,
     is_media,
@@ -32,7 +33,7 @@ from millrace.datasets.sources.hub_dataset import (
     translate_error,
 )
 from millrace.datasets.sources.hub_files import HubFiles
-from millrace.datasets.sources.parquet import divide_row_groups, read_schema
+from millrace.datasets.sources.parquet import divide_row_groups, read_schema, refuse_int96
 from millrace.datasets.sources.ranges import partition_ranges
 from millrace.datasets.sources.settings import SourceKind, SourceSettings
 from millrace.datasets.sources.table import FileTable, unpack_row
@@ -79,6 +80,8 @@ def partition_hub_dataset(
         )
         partitions = partition_ranges(ranges, division)
     else:
+        refs = map(unpack_row, table.rows)
+        refuse_int96(files, (file for file in refs if file.path.lower().endswith(PARQUET)))
         schema = dataset.read_schema()
         columns = _name_media_bytes(settings.columns, schema)
         check_columns(files.url, schema, columns)

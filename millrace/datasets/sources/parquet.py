@@ -4,7 +4,7 @@ The cursor is the number of a row within its file. A run that continues reads th
 row again, and no other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -117,6 +117,30 @@ def read_schema(files: SourceFiles, file: FileRef) -> pa.Schema:
         ConfigurationError: The file is no parquet file, or is damaged.
     """
     return _open_file(files, file, SourceFileReader(files, file)).schema_arrow
+
+
+def refuse_int96(files: SourceFiles, described: Iterable[FileRef]) -> None:
+    """Check that files have no times of the type INT96, which other readers read as other times.
+
+    Reads the footer of every file.
+
+    Raises:
+        ConfigurationError: A file has such times, or is no parquet file.
+    """
+
+    def check(file: FileRef) -> None:
+        parquet = _open_file(files, file, SourceFileReader(files, file))
+        schema = parquet.schema
+        for column in (schema.column(index) for index in range(len(schema))):
+            if column.physical_type == "INT96":
+                raise errors.ConfigurationError(
+                    f"{files.make_url(file.path)}: the column {column.path!r} has times of the "
+                    "type INT96, which the library `datasets` reads as other times. Use `kind: "
+                    "parquet`, or remove `columns` and `filters` from `load_kwargs`."
+                )
+
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="footers") as pool:
+        list(pool.map(check, described))
 
 
 def _open_file(

@@ -204,6 +204,34 @@ def test_times_that_a_dataset_declares_are_written_as_times(hub, repo, tmp_path)
     assert sorted(read_members(tmp_path).values()) == [b'"2020-01-01T00:00:00"', b"null"]
 
 
+@pytest.mark.parametrize("load_kwargs", [{}, {"filters": [["n", ">", 1]]}])
+def test_times_of_int96_are_exact_or_refused(hub, repo, tmp_path, load_kwargs):
+    times = pyarrow.array([253402214400, 1577836800], pyarrow.timestamp("s"))
+    table = pyarrow.table({"n": [1, 2], "t": times})
+    body = io.BytesIO()
+    parquet.write_table(table, body, use_deprecated_int96_timestamps=True)
+    commit(hub, repo, {"train.parquet": body.getvalue()})
+    arguments = {"columns": {"json": "t"}, "load_kwargs": load_kwargs}
+    settings = make_settings(hub, repo, tmp_path, **arguments)
+    if load_kwargs:
+        with pytest.raises(errors.ConfigurationError, match="'t' has times of the type INT96"):
+            preflight_dataset(settings)
+        return
+    shard_dataset(settings)
+    assert set(read_members(tmp_path).values()) == {
+        b'"9999-12-31T00:00:00.000000000"', b'"2020-01-01T00:00:00.000000000"'
+    }  # fmt: skip
+
+
+def test_parquet_that_the_library_filters_is_read(hub, repo, tmp_path):
+    body = io.BytesIO()
+    parquet.write_table(pyarrow.table({"n": [1, 2], "text": ["a", "b"]}), body)
+    commit(hub, repo, {"train.parquet": body.getvalue()})
+    arguments = {"filters": [["n", ">", 1]]}
+    shard_dataset(make_settings(hub, repo, tmp_path, load_kwargs=arguments))
+    assert read_texts(Folder(tmp_path / "out")) == Counter(["b"])
+
+
 @pytest.mark.parametrize(
     ("name", "body", "said"),
     [
