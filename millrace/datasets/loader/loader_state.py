@@ -88,6 +88,7 @@ class OrderSettings(BaseModel):
         shuffle: Whether the samples are shuffled.
         transform: Whether samples are transformed.
         pack: Number of tokens of a sequence; None without packing.
+        pack_field: Field with the tokens; None without packing, and in states of older versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,6 +101,7 @@ class OrderSettings(BaseModel):
     shuffle: bool
     transform: bool
     pack: int | None
+    pack_field: str | None = None
 
     @property
     def makes_samples(self) -> bool:

@@ -7,7 +7,7 @@ integers, and no tokens: the rest of a packed sequence is read again.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from millrace.datasets.field_names import KEY
 from millrace.datasets.loader.readers.base import LoadedSample
 from millrace.datasets.sample import explain_result
 from millrace.errors import ConfigurationError
+from millrace.formatting import format_count
 
 Transform = Callable[[LoadedSample], Mapping[str, Any] | Iterable[Mapping[str, Any]] | None]
 """Function that makes none, one or several samples of a sample. It gives the same every time."""
@@ -85,6 +86,9 @@ def iterate_transformed(
         rows: Rows of the stream from that of the position on.
         position: Position from which samples are received.
         steps: Steps that are done with each row.
+
+    Raises:
+        ConfigurationError: The position is behind more than the steps make of its row.
     """
     outputs = _transform_rows(rows, position, steps.transform)
     if steps.pack is not None:
@@ -101,6 +105,7 @@ class _RowOutput(NamedTuple):
 
     Attributes:
         sample: The output.
+        key: Key of the row.
         row: Index of the row.
         part: Number of the outputs of the row before this one.
         next_row: Row of the next output.
@@ -108,6 +113,7 @@ class _RowOutput(NamedTuple):
     """
 
     sample: dict[str, Any]
+    key: str
     row: int
     part: int
     next_row: int
@@ -118,12 +124,17 @@ def _transform_rows(
     rows: Iterator[LoadedSample], position: StreamPosition, transform: Transform | None
 ) -> Iterator[_RowOutput]:
     skipped = position.part
+    is_within_row = bool(position.part or position.token)
     for number, row in enumerate(rows, position.row):
+        key = row.get(KEY, "")
         outputs = [row] if transform is None else _apply(transform, row)
+        if is_within_row and skipped >= len(outputs):
+            _raise_changed_steps(key, format_count(len(outputs), "sample"), skipped + 1)
+        is_within_row = False
         last = len(outputs) - 1
         for part in range(skipped, len(outputs)):
             after = (number, part + 1) if part < last else (number + 1, 0)
-            yield _RowOutput(outputs[part], number, part, *after)
+            yield _RowOutput(outputs[part], key, number, part, *after)
         skipped = 0
 
 
@@ -153,6 +164,8 @@ def _pack_outputs(
     offset, available = position.token, -position.token
     for output in outputs:
         tokens = _get_tokens(output.sample, field)
+        if available < 0 and len(tokens) <= offset:
+            _raise_changed_steps(output.key, format_count(len(tokens), "token"), offset + 1)
         pieces.append((output, tokens))
         available += len(tokens)
         while available >= length:
@@ -190,6 +203,14 @@ def _take_sequence(
             ends.append(taken)
             offset = 0
     return (np.concatenate(parts), np.array(ends, np.int64)), offset
+
+
+def _raise_changed_steps(key: str, made: str, least: int) -> NoReturn:
+    raise ConfigurationError(
+        f"The sample {key!r} gives {made}, and at least {least} when the state of the loader was "
+        "saved. `transform`, `pack_field` or the tokenizer is another one, or does not give the "
+        "same every time. Open the loader as it was when the state was saved, or begin a new epoch."
+    )
 
 
 def _get_tokens(sample: Mapping[str, Any], field: str) -> npt.NDArray[Any]:

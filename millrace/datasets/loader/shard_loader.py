@@ -147,6 +147,7 @@ class ShardLoader:
             shuffle=shuffle,
             transform=transform is not None,
             pack=pack,
+            pack_field=self._steps.field if pack else None,
         )
         self._remainder = _choose_remainder(remainder, self._steps)
         self._batch_size = batch_size
@@ -332,9 +333,9 @@ class ShardLoader:
                 f"{self.table.manifest_digest}. Open the dataset of the state, or begin a new "
                 "epoch."
             )
-        for name in ("split", "seed", "shuffle", "transform", "pack"):
+        for name in ("split", "seed", "shuffle", "transform", "pack", "pack_field"):
             theirs, own = getattr(state, name), getattr(self._settings, name)
-            if theirs != own:
+            if theirs != own and (name, theirs) != ("pack_field", None):
                 raise errors.ConfigurationError(
                     f"The state is of a loader with {name}={theirs!r}, and this one has "
                     f"{name}={own!r}. Open the loader as it was when the state was saved."

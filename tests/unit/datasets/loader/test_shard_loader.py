@@ -95,6 +95,7 @@ def test_a_store_without_the_name_of_a_dataset_is_a_sentence(url: str) -> None:
         ({"seed": 2}, "seed=1, and this one has seed=2"),
         ({"seed": 1, "shuffle": False}, "shuffle=True"),
         ({"seed": 1, "transform": dict}, "transform=False"),
+        ({"seed": 1, "pack": 4, "pack_field": "txt"}, "pack=None, and this one has pack=4"),
         ({"seed": 1, "dataset": "others"}, "of another dataset, or of another version"),
     ],
 )
@@ -104,6 +105,53 @@ def test_a_state_that_does_not_fit_is_refused(
     state = make(seed=1).state_dict()
     with pytest.raises(errors.ConfigurationError, match=text):
         make(**options).load_state_dict(state)
+
+
+def save_in_sample(make: Make, received: int, **options: Any) -> Any:
+    """Return the state behind a number of samples that are all made of the sample ``k0``."""
+    loader = make(shuffle=False, **options)
+    assert len(list(itertools.islice(loader, received))) == received
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("made", [20, 32, 0, None])
+def test_a_state_within_a_document_that_has_fewer_tokens_now_is_refused(
+    make: Make, made: int | None
+) -> None:
+    state = save_in_sample(make, 1, pack=32, transform=lambda _: {"tokens": [1] * 50})
+    changed = make(
+        shuffle=False, pack=32, transform=lambda _: None if made is None else {"tokens": [1] * made}
+    )
+    changed.load_state_dict(state)
+    text = "0 samples, and at least 1" if made is None else f"{made} tokens, and at least 33"
+    with pytest.raises(errors.ConfigurationError, match=f"The sample 'k0' gives {text}") as error:
+        next(iter(changed))
+    assert "Open the loader as it was when the state was saved" in str(error.value)
+
+
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_a_state_within_a_sample_of_which_fewer_are_made_now_is_refused(
+    make: Make, made: int
+) -> None:
+    state = save_in_sample(make, 2, transform=lambda sample: [sample] * 5)
+    changed = make(shuffle=False, transform=lambda sample: [sample] * made)
+    changed.load_state_dict(state)
+    with pytest.raises(errors.ConfigurationError, match=f"'k0' gives {made} samples?, and at"):
+        next(iter(changed))
+    longer = make(shuffle=False, transform=lambda sample: [sample] * 3)
+    longer.load_state_dict(state)
+    assert [sample["__key__"] for sample in itertools.islice(longer, 2)] == ["k0", "k1"]
+
+
+def test_a_state_has_the_field_that_is_packed(make: Make) -> None:
+    options: dict[str, Any] = {"pack": 4, "transform": lambda _: {"a": [1] * 9, "b": [2] * 9}}
+    state = save_in_sample(make, 1, pack_field="a", **options)
+    other = make(shuffle=False, pack_field="b", **options)
+    with pytest.raises(errors.ConfigurationError, match="pack_field='a', and this one has pack_"):
+        other.load_state_dict(state)
+    del state["pack_field"]  # as in a state of an older version
+    other.load_state_dict(state)
+    assert next(iter(other))["b"].tolist() == [2] * 4
 
 
 def test_a_damaged_state_is_refused(make: Make) -> None:
