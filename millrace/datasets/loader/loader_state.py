@@ -130,11 +130,6 @@ class LoaderState(OrderSettings):
     positions: list[PositionNumbers] | None = None
     share: LoaderShare | None = None
 
-    @property
-    def process(self) -> ReaderProcess | None:
-        """The process whose share the state has; None for a state of all."""
-        return self.share.process if self.share else None
-
     def start_epoch(self, epoch: int) -> "LoaderState":
         """Return the state of the beginning of an epoch."""
         none: dict[str, Any] = {"position": 0, "ahead": {}, "positions": None, "share": None}

@@ -242,7 +242,8 @@ class ShardLoader:
         """Return the state after the sample that was received last, as plain JSON.
 
         Ranks that have received equally many samples have equal states. Where `remainder` is
-        ``keep``, the states of all ranks are needed to resume with another number of ranks.
+        ``keep``, the states of all ranks are needed to resume with another number of ranks, or with
+        another `remainder`.
         """
         return self._progress.make_state().model_dump(mode="json")
 
@@ -267,7 +268,7 @@ class ShardLoader:
             )
             changed = {"streams": first.streams, "window": first.window}
             self._settings = self._settings.model_copy(update=changed)
-        if len(states) == 1 and states[0].process in {None, self._process}:
+        if len(states) == 1 and self._can_resume_alone(states[0].share):
             self._go_to(states[0])
         else:
             order = self._make_order(states[0].epoch) if states else self._progress.order
@@ -340,6 +341,15 @@ class ShardLoader:
                     f"The state is of a loader with {name}={theirs!r}, and this one has "
                     f"{name}={own!r}. Open the loader as it was when the state was saved."
                 )
+
+    def _can_resume_alone(self, share: LoaderShare | None) -> bool:
+        """Decide whether this process needs no states of others beside the one with a share.
+
+        Under another `remainder` it needs them: where ranks were at different places, one of them
+        would save its own place as that of all.
+        """
+        own = (self._process, self._remainder)
+        return share is None or (share.process, share.remainder) == own
 
     def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
         progress = self._progress

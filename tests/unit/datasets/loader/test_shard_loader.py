@@ -191,6 +191,30 @@ def test_the_states_of_all_ranks_are_needed_where_ranks_differ(make: Make) -> No
     assert again.state_dict() == states[0]
 
 
+@pytest.mark.parametrize("rule", ["drop", "pad"])
+def test_ranks_that_were_at_different_places_need_the_states_of_all_under_another_rule(
+    make: Make, rule: str
+) -> None:
+    options: dict[str, Any] = {"streams": 4, "world_size": 2, "window": 2}
+    received, states = list[str](), list[dict[str, Any]]()
+    for rank, count in enumerate((3, 6)):
+        loader = make(rank=rank, remainder="keep", **options)
+        received += [sample["__key__"] for sample in itertools.islice(loader, count)]
+        states.append(loader.state_dict())
+    ranks = [make(rank=rank, remainder=rule, **options) for rank in range(2)]
+    for rank, state in zip(ranks, states, strict=True):
+        with pytest.raises(errors.ConfigurationError, match=r"state of rank . of 2 is missing"):
+            rank.load_state_dict(state)
+        rank.load_state_dict(states)
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+    received += [sample["__key__"] for sample in itertools.islice(ranks[0], 2)]
+    received += [sample["__key__"] for sample in itertools.islice(ranks[1], 2)]
+    alone = make(streams=4, window=2)
+    alone.load_state_dict(ranks[0].state_dict())
+    received += [sample["__key__"] for sample in alone]
+    assert sorted(received) == sorted(f"k{n}" for n in range(sum(SIZES)))
+
+
 def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
     state = make(streams=4, window=3).state_dict()
     loader = make(streams=2, window=1)
