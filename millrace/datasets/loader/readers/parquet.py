@@ -45,11 +45,7 @@ def _slice_arrays(column: Column) -> list[Any]:
     offsets: list[int] = column.offsets.to_pylist()
     items = np.array(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
     first = offsets[0]
-    arrays: list[Any] = [items[at - first : end - first] for at, end in pairwise(offsets)]
-    if column.null_count:
-        valid = column.is_valid().to_pylist()
-        arrays = [one if is_valid else None for one, is_valid in zip(arrays, valid, strict=True)]
-    return arrays
+    return [items[at - first : end - first] for at, end in pairwise(offsets)]
 
 
 _CONVERTERS: Mapping[FieldType, Callable[[Column], list[Any]]] = {
@@ -184,15 +180,18 @@ class ParquetSampleReader:
         samples: list[LoadedSample] = []
         names = self._names
         for batch in batches:
+            columns: list[Column] = [cast("Any", batch).column(name) for name in self._columns]
             try:
-                columns = [
-                    convert(cast("Any", batch).column(name))
-                    for name, convert in zip(self._columns, self._converters, strict=True)
+                values = [
+                    convert(column)
+                    for convert, column in zip(self._converters, columns, strict=True)
                 ]
             except ValueError as error:
                 raise_damage(self._shard, f"a field has a bad value ({error})")
-            rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-            if any(cast("Any", batch).column(name).null_count for name in self._columns):
-                rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
+            rows = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+            for name, column in zip(names, columns, strict=True):
+                if column.null_count:  # samples without the field, unlike those with a JSON null
+                    for number in np.flatnonzero(column.is_null()).tolist():
+                        del rows[number][name]
             samples += rows
         return samples

@@ -288,6 +288,27 @@ def test_a_field_that_a_sample_does_not_have_is_left_out(name: FormatName) -> No
     )
 
 
+@pytest.mark.parametrize("name", [FormatName.WEBDATASET, FormatName.PARQUET], ids=str)
+def test_a_json_null_is_a_value_whatever_other_samples_lack(name: FormatName) -> None:
+    fields = {"meta": FieldType.JSON, "txt": FieldType.STR}
+    samples = [
+        Sample("a", {"meta": b"null", "txt": b"x"}, 1),
+        Sample("b", {"meta": b"1"}, 2),
+        Sample("c", {"txt": b"y"}, 3),
+        Sample("d", {"meta": b"null"}, 4),
+    ]
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    manifest = write_dataset(store, "d", [name], fields, [samples])
+    expected: list[Loaded] = [
+        {"__key__": "a", "meta": None, "txt": "x"},
+        {"__key__": "b", "meta": 1},
+        {"__key__": "c", "txt": "y"},
+        {"__key__": "d", "meta": None},
+    ]
+    for start, end in ((0, 4), (0, 1), (1, 3), (3, 4)):
+        assert_same(Case(store, manifest, []).read(start, end), expected[start:end])
+
+
 def test_tar_shards_without_types_have_those_of_their_extensions() -> None:
     body = {"cls": b"7", "jpg": b"\xff\xd8", "json": b'{"a": 1}', "txt": "ü".encode()}
     keys = ["folder.d/a", "x" * 150, "größe", "y" * 95]
