@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -77,12 +78,15 @@ class ShardLoader:
         world_size: Number of ranks, which divides `streams`.
         batch_size: Samples of a batch, which is a list; None gives single samples.
         shuffle: Whether the samples are shuffled.
-        streams: Number of streams that are mixed. By default 64, or a smaller power of two if the
-            split has fewer than four shards for each stream, and 1 without shuffling.
+        streams: Number of streams that are mixed. By default 64, and 1 without shuffling. A smaller
+            power of two if the split has fewer than four shards for each stream, or `buffer_bytes`
+            less than a sample, but none that `world_size` does not divide.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
             together; at the beginning of an epoch a sixteenth, and then more and more. They count
             as in the dataset's largest format. One process that reads all streams takes up to five
-            times this memory.
+            times this memory, or four samples and 2 MiB for each stream if that is more, and 32 MiB
+            for requests. A stream of parquet also takes up to five times a row group, which has up
+            to 1,000 samples.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
@@ -135,7 +139,15 @@ class ShardLoader:
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
         _check_numbers(rank, world_size, batch_size, pack)
-        streams = _choose_streams(self.table, streams, world_size, shuffle=shuffle)
+        if streams is None:
+            room = buffer_bytes if window is None else inf
+            streams = _choose_streams(self.table, room, world_size, shuffle=shuffle)
+        if not _can_deal(streams, world_size):
+            multiple = -(-max(1, streams) // world_size) * world_size
+            raise errors.ConfigurationError(
+                f"Each rank reads whole streams, and {streams} streams cannot be dealt equally to "
+                f"{world_size} ranks. Give `streams` a multiple, such as {multiple}, on every rank."
+            )
         field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
         self._steps = StreamSteps(transform, pack, field or "tokens")
         self._settings = OrderSettings(
@@ -262,10 +274,13 @@ class ShardLoader:
         for one in states:
             self._check_state(one)
         if states:
-            first = states[0]
-            _choose_streams(
-                self.table, first.streams, self._process.world_size, shuffle=first.shuffle
-            )
+            first, world_size = states[0], self._process.world_size
+            if not _can_deal(first.streams, world_size):
+                raise errors.ConfigurationError(
+                    f"The order of the state has {first.streams} streams, which cannot be dealt "
+                    f"equally to {world_size} ranks. Resume with a number of ranks that divides "
+                    f"{first.streams}, or begin a new epoch."
+                )
             changed = {"streams": first.streams, "window": first.window}
             self._settings = self._settings.model_copy(update=changed)
         if len(states) == 1 and self._can_resume_alone(states[0].share):
@@ -464,18 +479,22 @@ def _parse_format(name: str | None) -> FormatName | None:
 
 
 def _choose_streams(
-    table: ShardTable, streams: int | None, world_size: int, *, shuffle: bool
+    table: ShardTable, buffer_bytes: float, world_size: int, *, shuffle: bool
 ) -> int:
-    if streams is None:
-        most = min(_MOST_STREAMS, max(1, len(table.shards) // 4)) if shuffle else 1
-        streams = 1 << (most.bit_length() - 1)
-    if streams < 1 or streams % max(1, world_size):
-        multiple = -(-max(1, streams) // world_size) * world_size
-        raise errors.ConfigurationError(
-            f"Each rank reads whole streams, and {streams} streams cannot be dealt equally to "
-            f"{world_size} ranks. Give `streams` a multiple, such as {multiple}, on every rank."
-        )
+    """Return the default number of streams.
+
+    A stream holds at least a sample, so there are fewer streams of large samples.
+    """
+    most = min(_MOST_STREAMS, max(1, len(table.shards) // 4)) if shuffle else 1
+    streams = 1 << (most.bit_length() - 1)
+    size = table.largest_mean_size
+    while streams * size > buffer_bytes and _can_deal(streams // 2, world_size):
+        streams //= 2
     return streams
+
+
+def _can_deal(streams: int, world_size: int) -> bool:
+    return streams >= 1 and streams % world_size == 0
 
 
 def _choose_window(table: ShardTable, buffer_bytes: float) -> int:

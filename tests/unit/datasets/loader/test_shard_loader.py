@@ -82,6 +82,28 @@ def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make:
     assert first == second
 
 
+def test_the_default_is_as_many_streams_as_the_buffer_has_room_for_samples(url: str) -> None:
+    body, count = bytes(20_000), 32
+    parts = [[Sample(f"{n}-{m}", {"bin": body}, m) for m in range(2)] for n in range(count)]
+    write_dataset(open_store(url), "large", ["mds"], {"bin": FieldType.BYTES}, parts)
+
+    def count_streams(samples: float, **options: Any) -> int:
+        size = table.largest_mean_size
+        loader = ShardLoader(url, "large", buffer_bytes=round(samples * size), **options)
+        return loader.state_dict()["streams"]
+
+    table = ShardLoader(url, "large").table
+    assert [count_streams(n) for n in (9, 8, 7.9, 5, 3, 1.5, 0.5)] == [8, 8, 4, 4, 2, 1, 1]
+    assert count_streams(0.5, world_size=4) == 4
+    assert count_streams(5, world_size=8) == 8
+    assert count_streams(0.5, streams=16) == 16
+    assert count_streams(0.5, window=3) == 8
+    saved = ShardLoader(url, "large", streams=16).state_dict()
+    loader = ShardLoader(url, "large", buffer_bytes=len(body))
+    loader.load_state_dict(saved)
+    assert loader.state_dict() == saved
+
+
 def test_a_store_without_the_name_of_a_dataset_is_a_sentence(url: str) -> None:
     with pytest.raises(errors.ConfigurationError, match="names a store and no dataset"):
         ShardLoader(url)
@@ -220,7 +242,7 @@ def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
     loader = make(streams=2, window=1)
     loader.load_state_dict(state)
     assert loader.state_dict() == state
-    with pytest.raises(errors.ConfigurationError, match="4 streams cannot be dealt"):
+    with pytest.raises(errors.ConfigurationError, match="4 streams, which cannot be dealt"):
         make(streams=3, world_size=3).load_state_dict(state)
 
 
