@@ -1,7 +1,9 @@
 """A `ShardLoader` as an ``IterableDataset`` of PyTorch."""
 
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_bool
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,16 +25,18 @@ class TorchShards(IterableDataset[Any]):
     def __init__(self, loader: ShardLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._is_elsewhere = mmap.mmap(-1, 1)  # forked workers share it
+        self._is_elsewhere = RawValue(c_bool)  # worker processes share it
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, or over the worker's share of it."""
         self._take_share()
+        self._is_elsewhere.value = get_worker_info() is not None
         return iter(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is."""
         self._loader.set_epoch(epoch)
+        self._note_own_position()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process, see `ShardLoader.state_dict`.
@@ -40,7 +44,7 @@ class TorchShards(IterableDataset[Any]):
         Raises:
             ConfigurationError: Other processes read the samples.
         """
-        if get_worker_info() is None and self._is_elsewhere[0]:
+        if get_worker_info() is None and self._is_elsewhere.value:
             raise ConfigurationError(
                 "Worker processes read the samples, and this process does not know how far they "
                 "are. Use `state_dict` of torchdata's StatefulDataLoader, or `num_workers=0`."
@@ -52,21 +56,25 @@ class TorchShards(IterableDataset[Any]):
         """Go to the position of a state, see `ShardLoader.load_state_dict`."""
         self._take_share()
         self._loader.load_state_dict(state)
-        if get_worker_info() is None:
-            self._is_elsewhere[0] = 0
+        self._note_own_position()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a worker process."""
-        self._is_elsewhere[0] = 1
-        return {name: value for name, value in vars(self).items() if name != "_is_elsewhere"}
+        """Return the attributes for a worker process. A copy reads by itself."""
+        state = dict(vars(self))
+        if get_spawning_popen() is None:
+            del state["_is_elsewhere"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes in a worker process."""
-        vars(self).update(state)
-        self._is_elsewhere = mmap.mmap(-1, 1)
+        """Take the attributes of another process, or of the original."""
+        vars(self).update({"_is_elsewhere": RawValue(c_bool), **state})
+
+    def _note_own_position(self) -> None:
+        """Note that the next samples are those of this process's position."""
+        if get_worker_info() is None:
+            self._is_elsewhere.value = False
 
     def _take_share(self) -> None:
         worker = get_worker_info()
         if worker is not None:
-            self._is_elsewhere[0] = 1
             self._loader.read_as_worker(worker.id, worker.num_workers)

@@ -1,9 +1,11 @@
 """Workers of a `DataLoader`, which are forked after their parent has used the store."""
 
+import itertools
 import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -226,35 +228,69 @@ def test_a_forked_process_does_not_write_into_a_folder(tmp_path: Path) -> None:
             call_in_fork(act)
 
 
-def test_forked_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path) -> None:
-    """Right after their parent has read them."""
+def write_texts(folder: Path) -> list[str]:
+    """Write a dataset into a folder, and return its texts."""
+    samples = [Sample(f"k{n}", {"txt": f"text {n}".encode()}, n) for n in range(40)]
+    store = open_store(folder.as_uri())
+    write_dataset(store, "d", ["webdataset"], {"txt": FieldType.STR}, [samples[:25], samples[25:]])
+    return sorted(f"text {n}" for n in range(40))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: str) -> None:
+    """Right after their parent has read them, and again in the next epoch."""
     from torch.utils.data import DataLoader
 
-    samples = [Sample(f"k{n}", {"txt": f"text {n}".encode()}, n) for n in range(40)]
-    store = open_store(tmp_path.as_uri())
-    write_dataset(store, "d", ["webdataset"], {"txt": FieldType.STR}, [samples[:25], samples[25:]])
+    texts = write_texts(tmp_path)
     loader = ShardLoader(tmp_path.as_uri(), "d")
-    texts = sorted(sample["txt"] for sample in loader)
-    head(store, DatasetKeys("d").manifest)
+    assert sorted(sample["txt"] for sample in loader) == texts
+    head(open_store(tmp_path.as_uri()), DatasetKeys("d").manifest)
     dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
     data = DataLoader(
-        dataset, batch_size=None, num_workers=2, timeout=120, multiprocessing_context="fork"
-    )
+        dataset, batch_size=None, num_workers=2, timeout=120, multiprocessing_context=method,
+        persistent_workers=True,
+    )  # fmt: skip
     state = dataset.state_dict()
-    assert sorted(sample["txt"] for sample in data) == texts
-    with pytest.raises(errors.ConfigurationError, match="Worker processes read the samples"):
-        dataset.state_dict()
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        assert dataset.state_dict() == {**state, "epoch": epoch}
+        assert sorted(sample["txt"] for sample in data) == texts
+        with pytest.raises(errors.ConfigurationError, match="Worker processes read the samples"):
+            dataset.state_dict()
     dataset.load_state_dict(state)
     assert dataset.state_dict() == state
+
+
+def test_a_copy_of_a_dataset_for_torch_leaves_the_state_of_the_original(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path)
+    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    copies = [deepcopy(dataset), pickle.loads(pickle.dumps(dataset))]
+    received = [sample["txt"] for sample in itertools.islice(dataset, 7)]
+    state = dataset.state_dict()
+    for one in copies:
+        assert sorted(sample["txt"] for sample in one) == texts
+        one.load_state_dict(state)
+        assert sorted(received + [sample["txt"] for sample in one]) == texts
+
+
+def test_a_process_that_reads_after_its_workers_has_a_state(tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    texts = write_texts(tmp_path)
+    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    options: Any = {"num_workers": 1, "timeout": 120, "multiprocessing_context": "fork"}
+    assert len(list(DataLoader(dataset, batch_size=None, **options))) == len(texts)
+    received = [sample["txt"] for sample in itertools.islice(dataset, 7)]
+    again = ShardLoader(tmp_path.as_uri(), "d")
+    again.load_state_dict(dataset.state_dict())
+    assert sorted(received + [sample["txt"] for sample in again]) == texts
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_forked_workers_of_torchdata_have_a_state(tmp_path: Path) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    samples = [Sample(f"k{n}", {"txt": f"text {n}".encode()}, n) for n in range(40)]
-    store = open_store(tmp_path.as_uri())
-    write_dataset(store, "d", ["webdataset"], {"txt": FieldType.STR}, [samples[:25], samples[25:]])
+    texts = write_texts(tmp_path)
 
     def make_loader(workers: int, state: Any = None) -> StatefulDataLoader[Any]:
         dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
@@ -267,7 +303,7 @@ def test_forked_workers_of_torchdata_have_a_state(tmp_path: Path) -> None:
     iterator = iter(data)
     received = [next(iterator)["txt"] for _ in range(7)]
     received += [sample["txt"] for sample in make_loader(0, data.state_dict())]
-    assert sorted(received) == sorted(f"text {n}" for n in range(40))
+    assert sorted(received) == texts
 
 
 def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:
