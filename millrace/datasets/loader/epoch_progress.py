@@ -87,17 +87,13 @@ class EpochProgress:
         """Return the number of samples with which a stream ends, if none are transformed."""
         return int(self._ends[stream])
 
-    def start_epoch(self, epoch: int) -> LoaderState:
-        """Return the state of the beginning of an epoch."""
-        return self._start.start_epoch(epoch)
-
     def make_state(self) -> LoaderState:
         """Return the state of the process, which is that of all of them where this is known."""
         process, lengths = self._process, self.order.lengths
         is_alone = process.world_size == process.workers == 1
         is_share = not is_alone and (process.workers > 1 or self._remainder is Remainder.KEEP)
         if self.is_ended and not is_share:
-            return self.start_epoch(self.epoch)
+            return self._start.start_epoch(self.epoch)
         if not is_alone:
             state = self._start.model_copy(update={"share": self._make_share()})
             return state if is_share else combine_states([state], lengths)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from millrace.datasets.loader.window_queue import StreamWindows
 from millrace.datasets.verify import read_manifest
 from millrace.digest import BLOCK_SIZE
 from millrace.keys.datasets import DatasetKeys
+from millrace.settings import validate_settings
 from millrace.storage import StoreSpec
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.threads import DaemonThreadPool
@@ -52,6 +53,8 @@ _MAX_THREADS = 16
 _MAX_DEPTH = 8  # windows of a stream that are loaded ahead
 _PARTS_IN_FLIGHT = 16  # of all streams of a process
 _MAX_PART = 8 * BLOCK_SIZE
+
+_Settings = TypeVar("_Settings", bound=OrderSettings)
 
 
 class ShardLoader:
@@ -138,7 +141,8 @@ class ShardLoader:
         keys = DatasetKeys(name)
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
-        _check_numbers(rank, world_size, batch_size, pack)
+        _check_ranks(rank, world_size)
+        _check_numbers(buffer_bytes, batch_size=batch_size, pack=pack, window=window)
         if streams is None:
             room = buffer_bytes if window is None else inf
             streams = _choose_streams(self.table, room, world_size, shuffle=shuffle)
@@ -150,12 +154,15 @@ class ShardLoader:
             )
         field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
         self._steps = StreamSteps(transform, pack, field or "tokens")
-        self._settings = OrderSettings(
+        if window is None:
+            window = _choose_window(self.table, buffer_bytes / streams)
+        self._settings = _validate(
+            OrderSettings,
             manifest=self.table.manifest_digest,
             split=split,
             seed=seed,
             streams=streams,
-            window=window or _choose_window(self.table, buffer_bytes / streams),
+            window=window,
             shuffle=shuffle,
             transform=transform is not None,
             pack=pack,
@@ -239,16 +246,21 @@ class ShardLoader:
         """
         self._files.open()
         if self._progress.is_ended:
-            self._progress = self._begin(self._progress.start_epoch(self.epoch))
+            self._progress = self._begin(self._make_first_state(self.epoch))
         self._iteration += 1
         if self._batch_size is None:
             return self._iterate(self._iteration)
         return self._iterate_batches(self._iteration, self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The current epoch stays where it is."""
+        """Go to the beginning of an epoch. The current epoch stays where it is.
+
+        Raises:
+            ConfigurationError: The number of the epoch is negative, or no integer.
+        """
+        state = self._make_first_state(epoch)
         if epoch != self.epoch or self._progress.is_ended:
-            self._go_to(self._progress.start_epoch(epoch))
+            self._go_to(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.
@@ -319,7 +331,7 @@ class ShardLoader:
 
     def _make_first_state(self, epoch: int) -> LoaderState:
         """Return the state of the beginning of an epoch."""
-        return LoaderState(**self._settings.model_dump(), epoch=epoch)
+        return _validate(LoaderState, **self._settings.model_dump(), epoch=epoch)
 
     def _make_order(self, epoch: int) -> EpochOrder:
         return EpochOrder(
@@ -520,12 +532,21 @@ def _choose_remainder(remainder: Remainder | str | None, steps: StreamSteps) -> 
     return chosen
 
 
-def _check_numbers(rank: int, world_size: int, batch_size: int | None, pack: int | None) -> None:
+def _check_ranks(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
         raise errors.ConfigurationError(
             f"`rank` is {rank}, and the ranks of a `world_size` of {world_size} are 0 to "
             f"{world_size - 1}. Correct them."
         )
-    for name, number in (("batch_size", batch_size), ("pack", pack)):
+
+
+def _check_numbers(buffer_bytes: int, **numbers: int | None) -> None:
+    if buffer_bytes < 0:
+        raise errors.ConfigurationError("`buffer_bytes` is at least 0. Correct it.")
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise errors.ConfigurationError(f"`{name}` is at least 1, or None. Correct it.")
+
+
+def _validate(model: type[_Settings], **values: Any) -> _Settings:
+    return validate_settings(model, values, source="The arguments of the loader")

@@ -61,6 +61,11 @@ def make(url: str) -> Make:
         ({"rank": 2, "world_size": 2, "streams": 2}, "`rank` is 2"),
         ({"batch_size": 0}, "`batch_size` is at least 1"),
         ({"pack": 0, "pack_field": "txt"}, "`pack` is at least 1"),
+        ({"window": 0}, "`window` is at least 1"),
+        ({"window": -1}, "`window` is at least 1"),
+        ({"window": 1.5}, "window: Input should be a valid integer"),
+        ({"buffer_bytes": -1}, "`buffer_bytes` is at least 0"),
+        ({"seed": 1.5}, "The arguments of the loader: seed: Input should be a valid integer"),
         ({"pack": 4}, "The format tokens takes one field"),
         ({"remainder": "all"}, "no remainder 'all'"),
         ({"transform": dict, "remainder": "drop"}, "`remainder` cannot be 'drop'"),
@@ -401,6 +406,18 @@ def test_a_folder_of_a_cache_that_cannot_be_made_is_named(url: str, tmp_path: Pa
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(errors.ConfigurationError, match="file of the cache cannot be made"):
         ShardLoader(url, "texts", cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("epoch", [-1, 0.5])
+def test_a_number_that_no_epoch_has_is_refused(make: Make, epoch: Any) -> None:
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(errors.ConfigurationError, match="epoch: Input should be"):
+        loader.set_epoch(epoch)
+    with pytest.raises(errors.ConfigurationError, match="epoch: Input should be"):
+        loader.seek(epoch, 0)
+    assert loader.state_dict() == state
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
