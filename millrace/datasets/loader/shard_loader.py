@@ -280,26 +280,19 @@ class ShardLoader:
 
         Raises:
             ConfigurationError: The state is of another dataset, split, seed or order, or states of
-                other ranks are missing.
+                other ranks are missing. The loader stays where it is.
         """
         states = list(find_states(state))
         for one in states:
             self._check_state(one)
-        if states:
-            first, world_size = states[0], self._process.world_size
-            if not _can_deal(first.streams, world_size):
-                raise errors.ConfigurationError(
-                    f"The order of the state has {first.streams} streams, which cannot be dealt "
-                    f"equally to {world_size} ranks. Resume with a number of ranks that divides "
-                    f"{first.streams}, or begin a new epoch."
-                )
-            changed = {"streams": first.streams, "window": first.window}
-            self._settings = self._settings.model_copy(update=changed)
         if len(states) == 1 and self._can_resume_alone(states[0].share):
-            self._go_to(states[0])
+            (found,) = states
         else:
-            order = self._make_order(states[0].epoch) if states else self._progress.order
-            self._go_to(combine_states(states, order.lengths))
+            order = self._make_order(states[0]) if states else self._progress.order
+            found = combine_states(states, order.lengths)
+        self._go_to(found)
+        changed = {"streams": found.streams, "window": found.window}
+        self._settings = self._settings.model_copy(update=changed)
 
     def read_as_worker(self, worker: int, workers: int) -> None:
         """Take the share of one of several worker processes of this rank.
@@ -333,25 +326,24 @@ class ShardLoader:
         """Return the state of the beginning of an epoch."""
         return _validate(LoaderState, **self._settings.model_dump(), epoch=epoch)
 
-    def _make_order(self, epoch: int) -> EpochOrder:
+    def _make_order(self, state: LoaderState) -> EpochOrder:
         return EpochOrder(
             [shard.samples for shard in self.table.shards],
-            seed=self._settings.seed,
-            epoch=epoch,
-            streams=self._settings.streams,
-            window=self._settings.window,
-            shuffle=self._settings.shuffle,
+            seed=state.seed,
+            epoch=state.epoch,
+            streams=state.streams,
+            window=state.window,
+            shuffle=state.shuffle,
         )
 
     def _begin(self, state: LoaderState) -> EpochProgress:
         """Return the progress of a state, for which the streams are dealt anew."""
-        order = self._make_order(state.epoch)
-        return EpochProgress(state, order, self._process, self._remainder)
+        return EpochProgress(state, self._make_order(state), self._process, self._remainder)
 
     def _go_to(self, state: LoaderState) -> None:
         """Go to a state, and end the current iteration."""
-        self._iteration += 1
         self._progress = self._begin(state)
+        self._iteration += 1
 
     def _check_state(self, state: LoaderState) -> None:
         if state.manifest != self.table.manifest_digest:
@@ -368,6 +360,13 @@ class ShardLoader:
                     f"The state is of a loader with {name}={theirs!r}, and this one has "
                     f"{name}={own!r}. Open the loader as it was when the state was saved."
                 )
+        world_size = self._process.world_size
+        if not _can_deal(state.streams, world_size):
+            raise errors.ConfigurationError(
+                f"The order of the state has {state.streams} streams, which cannot be dealt "
+                f"equally to {world_size} ranks. Resume with a number of ranks that divides "
+                f"{state.streams}, or begin a new epoch."
+            )
 
     def _can_resume_alone(self, share: LoaderShare | None) -> bool:
         """Decide whether this process needs no states of others beside the one with a share.

@@ -195,6 +195,23 @@ def test_a_damaged_state_is_refused(make: Make) -> None:
         loader.load_state_dict({"_steps_since_snapshot": 2, "_snapshot": state})
 
 
+def test_a_state_that_is_refused_changes_nothing(make: Make) -> None:
+    other = make(streams=4, window=5, world_size=2, remainder="keep")
+    next(iter(other))
+    share, alone = other.state_dict(), make(streams=4, window=5).state_dict()
+    loader, same = (make(streams=2, window=3) for _ in range(2))
+    iterator = iter(loader)
+    received = [next(iterator)]
+    for refused in (share, {**alone, "position": 21}):
+        with pytest.raises(errors.ConfigurationError, match=r"is missing|does not fit the dataset"):
+            loader.load_state_dict(refused)
+    received += iterator
+    assert received == list(same)
+    for one in (loader, same):
+        one.read_as_worker(0, 2)
+    assert list(loader) == list(same)
+
+
 def test_states_of_different_steps_are_refused(make: Make) -> None:
     loader = make()
     states = [loader.state_dict()]
