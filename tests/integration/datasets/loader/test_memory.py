@@ -11,19 +11,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.datasets.formats import FieldType
+from millrace.datasets.sample import Sample
+from millrace.storage import open_store
+from tests.support.shard_datasets import write_dataset
+
 FILES, PAGES, MIB = 200, 1000, 1 << 20
-_READ = """
+_READ_MEMORY = """
 import sys
 from pathlib import Path
-from millrace.datasets.loader import Packer, PageLoader, TokenLoader
-from millrace.datasets.loader.cache import get_shared_cache
-from tests.support.byte_pairs import encode_json, make_tokenizer
 
 
 def read_memory(name):
     (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if name in one]
     return int(line.split()[1]) << 10
-
+"""
+_READ = f"""{_READ_MEMORY}
+from millrace.datasets.loader import Packer, PageLoader, TokenLoader
+from millrace.datasets.loader.cache import get_shared_cache
+from tests.support.byte_pairs import encode_json, make_tokenizer
 
 folder, limit, pages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 get_shared_cache().resize(limit)
@@ -45,6 +51,18 @@ loaders[0].close()
 loaders[1].close()
 print(get_shared_cache().held_bytes)
 """
+_READ_SAMPLES = f"""{_READ_MEMORY}
+from millrace.datasets.loader import ShardLoader
+
+folder, buffer_bytes, streams = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+options = {{"buffer_bytes": buffer_bytes, "streams": streams or None}}
+for sample in ShardLoader(f"{{folder}}/small"):
+    pass
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = read_memory("VmRSS")
+count = sum(len(sample["bin"]) for sample in ShardLoader(f"{{folder}}/large", **options))
+print(count, read_memory("VmHWM") - before)
+"""
 
 
 @pytest.fixture
@@ -63,20 +81,25 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def read_pages(folder: Path, limit: int) -> tuple[int, int, int]:
-    """Return the rows that were read, the growth of the resident set, and the cache's peak.
+def run_script(script: str, *arguments: object) -> list[str]:
+    """Return the lines that a process of its own prints.
 
     Arrow allocates by glibc, and glibc returns freed memory at once. By default both keep some MiB
     for each thread, more or less by chance: 25 to 70 MiB here.
     """
-    command = [sys.executable, "-c", _READ, str(folder), str(limit), str(PAGES)]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {
         **os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system",
         "MALLOC_TRIM_THRESHOLD_": str(128 << 10),
     }  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    first, held = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def read_pages(folder: Path, limit: int) -> tuple[int, int, int]:
+    """Return the rows that were read, the growth of the resident set, and the cache's peak."""
+    first, held = run_script(_READ, folder, limit, PAGES)
     assert held == "0"
     rows, growth, peak = map(int, first.split())
     return rows, growth, peak
@@ -96,3 +119,29 @@ def test_1000_random_pages_of_200_files_take_the_memory_of_the_cache_and_of_the_
     _, unlimited, held = read_pages(folder, 1024 * MIB)
     assert held > 200 * MIB
     assert unlimited > 4 * (limit + 16 * MIB)
+
+
+def read_samples(folder: Path, buffer_bytes: int, streams: int = 0) -> int:
+    """Return the growth of the resident set; 0 streams are the default."""
+    (line,) = run_script(_READ_SAMPLES, folder, buffer_bytes, streams)
+    count, growth = map(int, line.split())
+    assert count == 64 * 3 * MIB
+    return growth
+
+
+@pytest.mark.soak
+def test_samples_that_are_larger_than_a_share_of_the_buffer_take_no_more_memory(
+    tmp_path: Path,
+) -> None:
+    """Up to five times the buffer, and 32 MiB for requests."""
+    rng, store = random.Random(1), open_store(tmp_path.as_uri())
+    for name, size in (("small", 1000), ("large", 3 * MIB)):
+        parts = [
+            [Sample(f"{n}-{m}", {"bin": rng.randbytes(size)}, m) for m in range(2)]
+            for n in range(32)
+        ]
+        write_dataset(store, name, ["webdataset"], {"bin": FieldType.BYTES}, parts)
+    bound = (5 * 8 + 32) * MIB
+    assert read_samples(tmp_path, 8 * MIB) < bound
+    # The check can fail: each of many streams holds some samples.
+    assert read_samples(tmp_path, 8 * MIB, streams=32) > 2 * bound
