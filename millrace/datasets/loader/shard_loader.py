@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from millrace.datasets.loader.torch_dataset import TorchShards
 
 _MOST_STREAMS = 64  # by default
+_LEAST_STREAMS = (
+    16  # of large samples: as many ranks can resume, and the order is the same on fewer
+)
 _MAX_THREADS = 16
 _MAX_DEPTH = 8  # windows of a stream that are loaded ahead
 _PARTS_IN_FLIGHT = 16  # of all streams of a process
@@ -82,8 +85,8 @@ class ShardLoader:
         batch_size: Samples of a batch, which is a list; None gives single samples.
         shuffle: Whether the samples are shuffled.
         streams: Number of streams that are mixed. By default 64, and 1 without shuffling. A smaller
-            power of two if the split has fewer than four shards for each stream, or `buffer_bytes`
-            less than a sample, but none that `world_size` does not divide.
+            power of two if the split has fewer than four shards for each stream. For large samples,
+            of which `buffer_bytes` has no room for one of each stream, at least 16.
         buffer_bytes: Bytes of the samples that are shuffled among themselves, in all streams
             together; at the beginning of an epoch a sixteenth, and then more and more. They count
             as in the dataset's largest format. One process that reads all streams takes up to five
@@ -494,12 +497,16 @@ def _choose_streams(
 ) -> int:
     """Return the default number of streams.
 
-    A stream holds at least a sample, so there are fewer streams of large samples.
+    A stream holds at least a sample, so there are fewer streams of large samples, down to 16.
     """
     most = min(_MOST_STREAMS, max(1, len(table.shards) // 4)) if shuffle else 1
     streams = 1 << (most.bit_length() - 1)
     size = table.largest_mean_size
-    while streams * size > buffer_bytes and _can_deal(streams // 2, world_size):
+    while (
+        streams > _LEAST_STREAMS
+        and streams * size > buffer_bytes
+        and _can_deal(streams // 2, world_size)
+    ):
         streams //= 2
     return streams
 

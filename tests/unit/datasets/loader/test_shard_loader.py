@@ -1,6 +1,7 @@
 """Refusals of a loader of samples, and the sequences of packed tokens."""
 
 import itertools
+import math
 import pickle
 import secrets
 import shutil
@@ -88,22 +89,22 @@ def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make:
 
 
 def test_the_default_is_as_many_streams_as_the_buffer_has_room_for_samples(url: str) -> None:
-    body, count = bytes(20_000), 32
-    parts = [[Sample(f"{n}-{m}", {"bin": body}, m) for m in range(2)] for n in range(count)]
+    body = bytes(20_000)
+    parts = [[Sample(f"{n}", {"bin": body}, n)] for n in range(256)]
     write_dataset(open_store(url), "large", ["mds"], {"bin": FieldType.BYTES}, parts)
 
     def count_streams(samples: float, **options: Any) -> int:
         size = table.largest_mean_size
-        loader = ShardLoader(url, "large", buffer_bytes=round(samples * size), **options)
+        loader = ShardLoader(url, "large", buffer_bytes=math.ceil(samples * size), **options)
         return loader.state_dict()["streams"]
 
     table = ShardLoader(url, "large").table
-    assert [count_streams(n) for n in (9, 8, 7.9, 5, 3, 1.5, 0.5)] == [8, 8, 4, 4, 2, 1, 1]
-    assert count_streams(0.5, world_size=4) == 4
-    assert count_streams(5, world_size=8) == 8
-    assert count_streams(0.5, streams=16) == 16
-    assert count_streams(0.5, window=3) == 8
-    saved = ShardLoader(url, "large", streams=16).state_dict()
+    assert [count_streams(n) for n in (65, 64, 63, 32, 31, 1)] == [64, 64, 32, 32, 16, 16]
+    assert count_streams(1, world_size=16) == 16
+    assert count_streams(1, world_size=32) == 32
+    assert count_streams(1, streams=8) == 8
+    assert count_streams(1, window=3) == 64
+    saved = ShardLoader(url, "large", streams=8).state_dict()
     loader = ShardLoader(url, "large", buffer_bytes=len(body))
     loader.load_state_dict(saved)
     assert loader.state_dict() == saved
