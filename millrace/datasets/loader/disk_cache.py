@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,7 @@ class LentFile:
 
     Args:
         path: Path of the file.
-        lock: Descriptor of its lock.
+        lock: Descriptor of its lock, which is duplicated.
 
     Attributes:
         path: Path of the file.
@@ -49,7 +49,7 @@ class LentFile:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._close = weakref.finalize(self, os.close, lock)
+        self._close = weakref.finalize(self, os.close, os.dup(lock))
 
     def close(self) -> None:
         """Allow the removal of the file. A file that is open elsewhere can be read to its end."""
@@ -144,28 +144,20 @@ class DiskCache:
         path = self._files / name
         try:
             for _ in range(_MAX_TRIES):
-                lock = self._take_lock(name, fcntl.LOCK_SH)
-                if self._lends(lock, path, size):
-                    return LentFile(path, lock)
-                os.close(lock)
-                lock = self._take_lock(name, fcntl.LOCK_EX)
-                try:
+                with self._hold(name, fcntl.LOCK_SH) as lock:
+                    if self._lends(lock, path, size):
+                        return LentFile(path, lock)
+                with self._hold(name, fcntl.LOCK_EX) as lock:
                     if not (
                         _is_checked(lock, path, size)
                         or _check_file(lock, path, digest, size)
                         or self._fetch(lock, name, size, download)
                     ):
-                        os.close(lock)
                         return None
                     # The kernel gives the lock away for a moment, so the file is looked at again.
                     fcntl.flock(lock, fcntl.LOCK_SH)
                     if self._lends(lock, path, size):
                         return LentFile(path, lock)
-                except BaseException:
-                    with suppress(OSError):
-                        os.close(lock)
-                    raise
-                os.close(lock)
         except OSError as error:
             self._warn(error)
         return None
@@ -176,7 +168,7 @@ class DiskCache:
         The file is neither copied nor removed.
 
         Returns:
-            The file; None if there is none, or if it has other bytes.
+            The file; None if there is none, if it has other bytes, or if it cannot be read.
         """
         described = ""
         with suppress(OSError):  # it may be removed meanwhile
@@ -186,23 +178,31 @@ class DiskCache:
             return None
         place = compute_digest(os.fsencode(path.absolute())).rpartition(":")[2][:16]
         name = f"{_make_name(digest)}-{place}"
+        fault = f"does not have the digest {digest}, and is not used. Replace or delete it."
         try:
-            lock = self._take_lock(name, fcntl.LOCK_SH)
-            if self._lends(lock, path, size):
-                return LentFile(path, lock)
-            os.close(lock)
-            lock = self._take_lock(name, fcntl.LOCK_EX)
-            if _is_checked(lock, path, size) or _check_file(lock, path, digest, size, keep=True):
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                return LentFile(path, lock)
-            os.close(lock)
+            with self._hold(name, fcntl.LOCK_SH) as lock:
+                if self._lends(lock, path, size):
+                    return LentFile(path, lock)
+            with self._hold(name, fcntl.LOCK_EX) as lock:
+                is_equal = _is_checked(lock, path, size)
+                if not is_equal:
+                    try:
+                        is_equal = _has_digest(path, digest, size)
+                    except OSError as error:
+                        fault = (
+                            f"cannot be read ({error.strerror}), and is not used. Allow this "
+                            "process to read it, or delete it."
+                        )
+                    if is_equal:
+                        _write_mark(lock, path)
+                if is_equal:
+                    fcntl.flock(lock, fcntl.LOCK_SH)
+                    return LentFile(path, lock)
         except OSError as error:
             self._warn(error)
             return None
         self._rejected.add(described)
-        logger.warning(
-            "%s does not have the digest %s, and is not used. Replace or delete it.", path, digest
-        )
+        logger.warning("%s %s", path, fault)
         return None
 
     def _lends(self, lock: int, path: Path, size: int) -> bool:
@@ -270,14 +270,11 @@ class DiskCache:
     def _remove(self, name: str) -> bool:
         """Remove a file that no process uses; return False if one does."""
         try:
-            lock = self._take_lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self._hold(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                (self._files / name).unlink(missing_ok=True)
+                (self._locks / name).unlink(missing_ok=True)
         except BlockingIOError:
             return False
-        try:
-            (self._files / name).unlink(missing_ok=True)
-            (self._locks / name).unlink(missing_ok=True)
-        finally:
-            os.close(lock)
         return True
 
     def _list_files(self) -> list[_CachedFile]:
@@ -295,36 +292,27 @@ class DiskCache:
             if entry.name == own:
                 continue
             try:
-                lock = self._take_lock(entry.name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with self._hold(entry.name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    Path(entry.path).unlink(missing_ok=True)
             except BlockingIOError:
                 size += max(0, _measure(entry.path))
-                continue
-            try:
-                Path(entry.path).unlink(missing_ok=True)
-            finally:
-                os.close(lock)
         return size
 
     def _iterate_entries(self) -> "Iterator[os.DirEntry[str]]":
         yield from os.scandir(self._files)
         yield from os.scandir(self._parts)
 
-    def _take_lock(self, name: str, mode: int) -> int:
-        """Return the descriptor of a lock that is held.
+    def _hold(self, name: str, mode: int) -> AbstractContextManager[int]:
+        """Hold the lock of a file; the value is its descriptor.
 
         Raises:
             BlockingIOError: Another one holds the lock, and the mode does not wait.
         """
-        return _lock_file(self._locks / name, mode)
+        return _hold_lock(self._locks / name, mode)
 
-    @contextmanager
-    def _hold_all(self) -> Generator[None]:
+    def _hold_all(self) -> AbstractContextManager[int]:
         """Hold the lock of the cache, with which room is made for one file at a time."""
-        lock = _lock_file(self.folder / "lock", fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            os.close(lock)
+        return _hold_lock(self.folder / "lock", fcntl.LOCK_EX)
 
     def _warn(self, error: OSError | None) -> None:
         """Warn once that files are not cached."""
@@ -348,21 +336,25 @@ def _make_name(digest: str) -> str:
     return check_digest(digest).replace(":", "-")
 
 
-def _lock_file(path: Path, mode: int) -> int:
-    """Open and lock a file, which another process may remove meanwhile."""
+@contextmanager
+def _hold_lock(path: Path, mode: int) -> Generator[int]:
+    """Open and lock a file, which another process may remove meanwhile; yield the descriptor."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, mode)
-            found = os.fstat(lock)
-            with suppress(FileNotFoundError):
-                now = path.stat()
-                if (now.st_ino, now.st_dev) == (found.st_ino, found.st_dev):
-                    return lock
-        except BaseException:
+            if _is_at(path, lock):
+                yield lock
+                return
+        finally:
             os.close(lock)
-            raise
-        os.close(lock)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Decide whether an open file still has its path."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file))
+    return False
 
 
 def _measure(path: Path | str) -> int:
@@ -415,11 +407,14 @@ def _write_mark(lock: int, path: Path) -> None:
     os.pwrite(lock, json.dumps(_describe_file(path)).encode(), 0)
 
 
-def _check_file(lock: int, path: Path, digest: str, size: int, *, keep: bool = False) -> bool:
+def _has_digest(path: Path, digest: str, size: int) -> bool:
+    return _measure(path) == size and compute_file_digest(path, get_algorithm(digest)) == digest
+
+
+def _check_file(lock: int, path: Path, digest: str, size: int) -> bool:
     """Hash a file without a mark, and mark or remove it."""
-    if _measure(path) == size and compute_file_digest(path, get_algorithm(digest)) == digest:
+    if _has_digest(path, digest, size):
         _write_mark(lock, path)
         return True
-    if not keep:
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     return False

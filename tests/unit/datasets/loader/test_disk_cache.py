@@ -1,6 +1,7 @@
 """Files on the disk of a node: bounded, verified, and not removed while they are read."""
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -231,6 +232,47 @@ def test_a_file_of_a_warmed_folder_is_used_where_it_is(tmp_path, monkeypatch, ca
     assert caplog.text.count("is not used") == 1
     assert cache.held_bytes == 0
     assert (warmed / "b").exists()
+
+
+def assert_no_lock_is_held(folder: Path) -> None:
+    paths = [*(folder / "locks").iterdir(), folder / "lock"]
+    assert len(paths) > 1
+    for path in paths:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_warmed_file_that_cannot_be_read_is_left_out_and_not_locked(tmp_path, source, caplog):
+    warmed, body = tmp_path / "warmed", make(1)
+    warmed.mkdir()  # a folder has a size, and no process can read it, also not that of root
+    wanted = warmed, compute_digest(body), warmed.stat().st_size
+    cache = DiskCache(tmp_path / "cache", 100 * KB)
+    assert read(source.lend(cache, body)) == body
+    for _ in range(2):
+        assert cache.lend_from(*wanted) is None
+        assert_no_lock_is_held(cache.folder)
+    assert DiskCache(cache.folder, 100 * KB).lend_from(*wanted) is None
+    messages = [one.getMessage() for one in caplog.records]
+    assert len(messages) == 2  # one of each cache
+    assert all(one.startswith(f"{warmed} cannot be read (Is a directory)") for one in messages)
+
+
+def test_an_error_of_the_disk_leaves_no_lock(tmp_path, source, monkeypatch, caplog):
+    cache, body = DiskCache(tmp_path / "cache", 100 * KB), make(1)
+    (tmp_path / "warmed").write_bytes(body)
+    wanted = tmp_path / "warmed", compute_digest(body), len(body)
+    assert read(source.lend(cache, body)) == read(cache.lend_from(*wanted)) == body
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert source.lend(cache, body) is None
+    assert cache.lend_from(*wanted) is None
+    assert_no_lock_is_held(cache.folder)
+    assert caplog.text.count("Input/output error") == 1
+    monkeypatch.undo()
+    assert read(source.lend(cache, body)) == read(cache.lend_from(*wanted)) == body
 
 
 def test_a_name_is_always_that_of_a_digest(tmp_path, source):
