@@ -32,6 +32,10 @@ class UnprovenCopyError(errors.ChangedError):
     """A copy cannot be compared with the object."""
 
 
+class UnsampledCopyError(UnprovenCopyError):
+    """A copy cannot be compared before the end of a proven copy is read."""
+
+
 class WantedRange(NamedTuple):
     """A range of an object, for which any proven copy may be read.
 
@@ -82,6 +86,7 @@ class CopyReader:
 
         Raises:
             UnprovenCopyError: The copy cannot be compared.
+            UnsampledCopyError: The end of a proven copy must be read first.
             ChangedError, CorruptError: The copy differs.
             StoppedError: The bytes are not needed any more.
         """
@@ -108,8 +113,13 @@ class CopyReader:
         if item.blocks:
             data = self._read_blocks(wanted, location, etag, is_over)
         elif wanted.allow_unproven:
-            if state.sample:
+            if state.sample is not None:
                 self._compare_sample(location, item, state.sample, etag)
+            elif item.listed_by is not None and not item.digest:
+                raise UnsampledCopyError(
+                    f"{location.name} has another ETag for {item.key}, and the end of the object, "
+                    "by which the copy is compared, was not read elsewhere."
+                )
             data = self.request(location, item, start, end, etag=etag, is_over=is_over)
             return FetchedRange(data, number, etag, is_proven=False)
         elif item.digest:

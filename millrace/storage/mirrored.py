@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
-from millrace.storage.copy_reader import CopyReader, UnprovenCopyError, WantedRange
+from millrace.storage.copy_reader import (
+    CopyReader,
+    UnprovenCopyError,
+    UnsampledCopyError,
+    WantedRange,
+)
 from millrace.storage.mirror_locations import CopyLocation, MirrorReport
 from millrace.storage.mirror_policy import (
     CircuitBreaker,
@@ -32,6 +37,7 @@ from millrace.storage.mirrored_objects import (
     FetchedRange,
     MirroredObject,
     ObjectTable,
+    find_sample_start,
 )
 from millrace.storage.open import Store
 from millrace.storage.retry import draw_backoff
@@ -203,6 +209,8 @@ class MirroredReader:
             race = _Race(WantedRange(item, state, start, end, allow_unproven))
             fetched = self._run_race(race, avoid)
             if fetched is not None:
+                if any(isinstance(error, UnsampledCopyError) for error in race.faults.values()):
+                    self._read_sample(item, state)
                 return fetched
             pause = draw_backoff(failures)
             failures += 1
@@ -223,6 +231,19 @@ class MirroredReader:
         """Leave out the copy of an object, since its bytes do not pass the check of the caller."""
         error = errors.CorruptError(reason)
         self._leave_out(self._locations[fetched.location], item, self._objects.get(item), error)
+
+    def _read_sample(self, item: MirroredObject, state: CopyStates) -> None:
+        """Read the end of a proven copy, so that later reads can compare other copies with it."""
+        if not state.lock.acquire(blocking=False):  # another thread reads it
+            return
+        try:
+            if state.sample is None:
+                self._budget.spend()
+                start = find_sample_start(item.size)
+                wanted = WantedRange(item, state, start, item.size, allow_unproven=False)
+                self._run_race(_Race(wanted), ())
+        finally:
+            state.lock.release()
 
     # Race of the locations for one range.
 
@@ -361,7 +382,8 @@ class MirroredReader:
             fetched = self._copies.read(race.wanted, location, lambda: race.is_over)
             location.breaker.note_success()
             if fetched.is_proven:
-                race.wanted.state.keep_sample(race.wanted.start, fetched.data)
+                wanted = race.wanted
+                wanted.state.keep_sample(wanted.item.size, wanted.start, fetched.data)
             race.outcomes.put(_Outcome(number, is_hedge, fetched=fetched))
         except errors.StoppedError:
             race.outcomes.put(_Outcome(number, is_hedge))

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from millrace import errors
 from millrace.digest import compute_digest
 
-_MAX_SAMPLE = 1 << 20  # bytes of a proven range that copies are compared with
+SAMPLE_BYTES = 64 << 10
+"""Bytes at the end of a proven copy that other copies are compared with, at least."""
+_MAX_SAMPLE = 1 << 20  # bytes of a range that is taken for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class CopyStates:
         described: ETag of each copy that has the right size, and is not proven.
         unequal: Locations whose copies have other ETags than the listing.
         faults: Error of each copy that is not used.
-        sample: Range of a proven copy; None before the first read.
-        lock: Lock for the proof by a whole read.
+        sample: End of a proven copy; None before it is read.
+        lock: Lock for the proof by a whole read, and for the read of the sample.
     """
 
     def __init__(self) -> None:
@@ -86,10 +88,22 @@ class CopyStates:
         """Read a copy by this ETag from now on."""
         self.pinned[location] = etag
 
-    def keep_sample(self, start: int, data: bytes) -> None:
-        """Keep the digest of a range of a proven copy, if there is none yet."""
-        if self.sample is None and 0 < len(data) <= _MAX_SAMPLE:
-            self.sample = SampledRange(start, start + len(data), compute_digest(data))
+    def keep_sample(self, size: int, start: int, data: bytes) -> None:
+        """Keep the digest of a range of a proven copy, if it is the end and there is none yet.
+
+        Args:
+            size: Size of the object.
+            start: Offset of the range.
+            data: Bytes of the range.
+        """
+        is_end = start <= find_sample_start(size) and start + len(data) == size
+        if self.sample is None and is_end and 0 < len(data) <= _MAX_SAMPLE:
+            self.sample = SampledRange(start, size, compute_digest(data))
+
+
+def find_sample_start(size: int) -> int:
+    """Return the offset of the bytes at the end that copies of an object are compared by."""
+    return max(0, size - SAMPLE_BYTES)
 
 
 class ObjectTable:

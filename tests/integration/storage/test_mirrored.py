@@ -19,7 +19,7 @@ from millrace.storage import copy_reader, head, open_store, put, read_range
 from millrace.storage.mirror_policy import MirrorPolicy
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_download import download
-from millrace.storage.mirrored_objects import MirroredObject
+from millrace.storage.mirrored_objects import SAMPLE_BYTES, MirroredObject
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import Fault, R2Proxy
 from millrace.testing.rgw import RGW
@@ -203,6 +203,8 @@ def test_a_copy_with_another_etag_is_proven_once(world: Mirrors, proof: str):
     }[proof]
     item = MirroredObject("a", item.size, item.etag, 0, **known)
     reader = MirroredReader(world.stores[:2])
+    if proof == "check":
+        read_end(reader, item)
     world.proxies[0].set_faults(Faults(error500=1.0))
     world.proxies[1].reset()
     for _ in range(3):
@@ -210,8 +212,15 @@ def test_a_copy_with_another_etag_is_proven_once(world: Mirrors, proof: str):
         assert found == BODY[100:9000]
     operations = [each["operation"] for each in world.proxies[1].list_requests()]
     # By the ETag of the listing, which is refused; then described, proven, and read three times.
-    whole = 1 if proof == "digest" else 0
-    assert operations == ["GetObject", "HeadObject", *["GetObject"] * (whole + 3)]
+    proofs = 0 if proof == "blocks" else 1
+    assert operations == ["GetObject", "HeadObject", *["GetObject"] * (proofs + 3)]
+
+
+def read_end(reader: MirroredReader, item: MirroredObject) -> None:
+    """Read the end of an object, of proven copies only, until one has answered."""
+    while not reader._objects.get(item).sample:
+        start = item.size - SAMPLE_BYTES
+        assert reader.read_range(item, start, item.size) == BODY[start:]
 
 
 def check_page(data: bytes) -> None:
@@ -224,7 +233,7 @@ def test_a_copy_that_differs_is_dropped_aloud(
     world: Mirrors, proof: str, caplog: pytest.LogCaptureFixture
 ):
     item = world.put("a", BODY, None, None)
-    world.put_parts(1, "a", FIRST_CHANGED)
+    world.put_parts(1, "a", OTHER if proof == "sample" else FIRST_CHANGED)
     blocks = hash_blocks(BODY)
     known = {
         "digest": {"digest": combine_blocks(blocks)},
@@ -236,8 +245,7 @@ def test_a_copy_that_differs_is_dropped_aloud(
     if proof == "check":
         item = MirroredObject("a", item.size)  # neither copy is proven by more
     if proof == "sample":
-        while not reader._objects.get(item).sample:
-            assert reader.read_range(item, 0, 50) == BODY[:50]  # only the copy of the listing
+        read_end(reader, item)
         with_check = {"check": lambda _: None}
     for _ in range(6):
         assert reader.read_range(item, 0, 9000, **with_check) == BODY[:9000]
@@ -249,10 +257,39 @@ def test_a_copy_that_differs_is_dropped_aloud(
         "digest": "its bytes do not have the digest of the object",
         "blocks": "its bytes do not have the digests of their blocks",
         "check": "the page does not have its checksum",
-        "sample": "its bytes 0 to 50 are others than elsewhere",
+        "sample": f"its bytes {len(BODY) - SAMPLE_BYTES:,} to {len(BODY):,} are others than",
     }
     assert reason[proof] in text
     assert [one.differing for one in reader.make_report().locations] == [0, 1]
+
+
+def test_a_copy_with_another_etag_is_compared_although_it_is_asked_first(world: Mirrors):
+    item = world.put("a", BODY, None, None)
+    world.put_parts(1, "a", OTHER)
+    reader = MirroredReader([world.stores[1], world.stores[0]])
+    item = MirroredObject("a", item.size, item.etag, 1)
+    world.reset()
+    while not reader.make_report().locations[0].differing:
+        assert reader.read_range(item, 0, 1000, check=lambda _: None) == BODY[:1000]
+    asked = [each["operation"] for each in world.proxies[1].list_requests()]
+    assert asked == ["GetObject", "HeadObject", "GetObject"]  # the last one compares the end
+    report = reader.make_report()
+    other, listed = report.locations
+    assert other.served_bytes == 0
+    assert listed.requests - listed.hedges == report.reads + 1  # the end was read once
+
+
+def test_a_copy_is_not_used_while_the_end_of_the_listed_one_cannot_be_read(world: Mirrors):
+    item = world.put("a", BODY, None, None)
+    world.put_parts(1, "a", BODY)
+    world.proxies[0].set_faults(Faults(error500=1.0))
+    reader = MirroredReader([one.with_retry_timeout(timedelta(0)) for one in world.stores[:2]])
+    with pytest.raises(errors.UnavailableError, match="the end of the object, by which"):
+        reader.read_range(item, 0, 1000, check=lambda _: None)
+    world.proxies[0].reset()
+    until(lambda: reader.read_range(item, 0, 9, check=check) and reader._objects.get(item).sample)
+    world.proxies[0].set_faults(Faults(error500=1.0))
+    assert reader.read_range(item, 0, 1000, check=check) == BODY[:1000]
 
 
 def test_a_copy_of_another_size_is_no_copy(world: Mirrors, caplog: pytest.LogCaptureFixture):
