@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from millrace import errors
 from millrace.datasets import thrift
-from millrace.datasets.loader.mirrored_files import read_checked
+from millrace.datasets.loader.mirrored_files import Decoded, read_checked
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.reader import SourceFileReader
 from millrace.datasets.thrift import Value
@@ -42,7 +42,7 @@ _TYPE, _ENCODINGS, _PATH, _CODEC, _VALUES, _RAW_BYTES, _BYTES = range(1, 8)  # o
 _DATA_OFFSET, _DICTIONARY_OFFSET = 9, 11
 _LOCATIONS = 1  # of an offset index
 _OFFSET, _SIZE, _FIRST_ROW = 1, 2, 3  # of the location of a page
-_PAGE_RAW_BYTES, _PAGE_BYTES, _PAGE_V1, _PAGE_V2 = 2, 3, 5, 8  # of the header of a page
+_PAGE_RAW_BYTES, _PAGE_BYTES, _PAGE_CRC, _PAGE_V1, _PAGE_V2 = 2, 3, 4, 5, 8  # of its header
 _PAGE_VALUES = 1  # of the part of the header for data pages
 
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
@@ -245,29 +245,39 @@ def _select_pages(parts: list[ColumnPart], group_rows: int, lower: int, upper: i
     return _Wanted([wanted], after - before, lower - before, is_exact=True)
 
 
-def _fetch_column(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> Array:
-    """Fetch pages, and decode them. Checksums of pages are verified."""
-    return _decode(_fetch_file(reader, schema, wanted), wanted.rows)
+def _fetch_column(
+    reader: SourceFileReader, schema: list[Fields], wanted: _Wanted
+) -> Decoded[Array]:
+    """Fetch pages, and decode them. Checksums of pages are verified, where they have some."""
+    body, is_checked = _fetch_file(reader, schema, wanted)
+    return Decoded(_decode(body, wanted.rows), is_checked=is_checked)
 
 
-def _fetch_file(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> bytes:
-    """Fetch pages, and return a parquet file of one row group that has them alone."""
+def _fetch_file(
+    reader: SourceFileReader, schema: list[Fields], wanted: _Wanted
+) -> tuple[bytes, bool]:
+    """Fetch pages, and make a parquet file of one row group that has them alone.
+
+    Returns:
+        The file, and whether all pages have a checksum.
+    """
     reader.hold(reader.fetch(wanted.ranges))
     body = [_MAGIC]
     position = len(_MAGIC)
     chunks: list[Fields] = []
-    raw = 0
+    raw, is_checked = 0, True
     for part, start, end in wanted.parts:
         dictionary = _read_range(reader, part.start, part.data)
         data = _read_range(reader, start, end)
-        values, raw_bytes = _count_values(data)
-        raw += raw_bytes + (_count_values(dictionary)[1] if dictionary else 0)
+        counts, of_dictionary = _inspect_pages(data), _inspect_pages(dictionary)
+        raw += counts.raw_bytes + of_dictionary.raw_bytes
+        is_checked &= counts.have_checksums and of_dictionary.have_checksums
         if raw > _MAX_RAW_BYTES:
             raise OSError("its pages have more than 1 GiB of values")
         offset = position + len(dictionary)
         metadata = part.metadata | {
-            _VALUES: Value(thrift.I64, values),
-            _RAW_BYTES: Value(thrift.I64, raw_bytes),
+            _VALUES: Value(thrift.I64, counts.values),
+            _RAW_BYTES: Value(thrift.I64, counts.raw_bytes),
             _BYTES: Value(thrift.I64, len(dictionary) + len(data)),
             _DATA_OFFSET: Value(thrift.I64, offset),
         }
@@ -290,11 +300,12 @@ def _fetch_file(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted)
             _GROUPS: Value(thrift.LIST, [group], thrift.STRUCT),
         }
     )
-    return b"".join([*body, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+    file = b"".join([*body, footer, len(footer).to_bytes(4, "little"), _MAGIC])
+    return file, is_checked
 
 
 def _decode(body: bytes, rows: int) -> Array:
-    """Return the only column of a parquet file. Checksums of pages are verified."""
+    """Return the only column of a parquet file. Pages that have a checksum are verified."""
     parquet: Any = pq.ParquetFile(pa.BufferReader(body), page_checksum_verification=True)
     column = parquet.read(use_threads=False).column(0)
     if len(column) != rows:
@@ -302,19 +313,35 @@ def _decode(body: bytes, rows: int) -> Array:
     return column
 
 
-def _count_values(pages: bytes) -> tuple[int, int]:
-    """Return the number of values of some pages, and their bytes before compression."""
+class _PageHeaders(NamedTuple):
+    """Contents of the headers of some pages.
+
+    Attributes:
+        values: Number of values.
+        raw_bytes: Bytes before compression.
+        have_checksums: Whether each page has a checksum.
+    """
+
+    values: int
+    raw_bytes: int
+    have_checksums: bool
+
+
+def _inspect_pages(pages: bytes) -> _PageHeaders:
+    """Read the headers of some pages."""
     values = raw = position = 0
+    have_checksums = True
     while position < len(pages):
         header, after = thrift.decode_struct(pages, position)
         raw += after - position + header[_PAGE_RAW_BYTES].content
+        have_checksums &= _PAGE_CRC in header
         for kind in (_PAGE_V1, _PAGE_V2):
             if kind in header:
                 values += header[kind].content[_PAGE_VALUES].content
         position = after + header[_PAGE_BYTES].content
         if position <= after - 1 or position > len(pages):
             raise thrift.ThriftError("a page has another size than its header says")
-    return values, raw
+    return _PageHeaders(values, raw, have_checksums)
 
 
 def _read_range(reader: SourceFileReader, start: int, end: int) -> bytes:

@@ -1,9 +1,10 @@
 """Files of a dataset of which several stores have copies, for loaders."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from millrace import errors
 from millrace.datasets.sources import is_store_url, open_files
@@ -30,6 +31,18 @@ class MirroredBucket(Protocol):
     def make_read_specs(self) -> list[StoreSpec]:
         """Return the bucket and its mirrors, with credentials to read."""
         ...
+
+
+class Decoded(NamedTuple, Generic[T]):
+    """Value of decoded bytes.
+
+    Attributes:
+        value: The value.
+        is_checked: Whether a checksum of each part was verified.
+    """
+
+    value: T
+    is_checked: bool
 
 
 FileLocations = str | StoreSpec | Sequence[str | StoreSpec] | MirroredBucket
@@ -93,10 +106,12 @@ def open_loader_files(source: FileLocations, paths: Sequence[str] | None = None)
 def read_checked(
     files: SourceFiles,
     file: FileRef,
-    decode: Callable[[SourceFileReader], T],
+    decode: Callable[[SourceFileReader], Decoded[T]],
     faults: tuple[type[Exception], ...],
 ) -> T:
     """Read a file and decode its bytes, from another location if they are damaged.
+
+    Bytes without checksums are read from copies only that are proven equal.
 
     Args:
         files: Files that the file is one of.
@@ -106,7 +121,7 @@ def read_checked(
     """
     if isinstance(files, MirroredStoreFiles):
         return files.read_checked(file, decode, faults)
-    return decode(SourceFileReader(files, file))
+    return decode(SourceFileReader(files, file)).value
 
 
 class MirroredStoreFiles:
@@ -125,6 +140,8 @@ class MirroredStoreFiles:
     def __init__(self, stores: Sequence[Store]) -> None:
         self.reader = MirroredReader(stores)
         self._listed = 0
+        self._unchecked: set[str] = set()  # paths of files that have parts without a checksum
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -185,21 +202,37 @@ class MirroredStoreFiles:
     def read_checked(
         self,
         file: FileRef,
-        decode: Callable[[SourceFileReader], T],
+        decode: Callable[[SourceFileReader], Decoded[T]],
         faults: tuple[type[Exception], ...],
     ) -> T:
         """Read a file and decode its bytes; a copy that fails is left out. See `read_checked`."""
         while True:
-            view = _CheckedFiles(self, file)
+            view = _CheckedFiles(self, file, allow_unproven=file.path not in self._unchecked)
             try:
-                value = decode(SourceFileReader(view, file))
+                decoded = decode(SourceFileReader(view, file))
             except MemoryError:
                 raise
             except faults as error:
                 view.reject(error)
                 continue
-            view.confirm()
-            return value
+            if decoded.is_checked:
+                view.confirm()
+            elif not view.is_proven:
+                self._note_unchecked(file)
+                continue
+            return decoded.value
+
+    def _note_unchecked(self, file: FileRef) -> None:
+        """Read a file from proven copies only, and warn once, since its mirrors are of no use."""
+        with self._lock:
+            is_first = not self._unchecked
+            self._unchecked.add(file.path)
+        if is_first:
+            logger.warning(
+                "%s and perhaps other files have no checksums, so only copies with an equal ETag "
+                "are read. Upload copies in equal parts, or write checksums of the pages.",
+                self.make_url(file.path),
+            )
 
     def describe(self, file: FileRef) -> MirroredObject:
         """Return a file as the reader of the stores names it."""
@@ -207,13 +240,20 @@ class MirroredStoreFiles:
 
 
 class _CheckedFiles:
-    """One file whose bytes are checked after the read, and the copies that they are from."""
+    """One file whose bytes are checked after the read, and the copies that they are from.
+
+    Args:
+        files: The files.
+        file: The file.
+        allow_unproven: Whether copies are read that are not proven yet.
+    """
 
     unseekable: Set[str] = frozenset()
     is_local = False
 
-    def __init__(self, files: MirroredStoreFiles, file: FileRef) -> None:
+    def __init__(self, files: MirroredStoreFiles, file: FileRef, *, allow_unproven: bool) -> None:
         self._files, self._item = files, files.describe(file)
+        self._allow_unproven = allow_unproven
         self._fetched: dict[int, FetchedRange] = {}
         self.url = files.url
 
@@ -232,14 +272,19 @@ class _CheckedFiles:
     def iterate_blocks(
         self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
-        """Yield the blocks of the file, also from a copy that is not proven yet."""
+        """Yield the blocks of the file, where it is allowed from a copy that is not proven yet."""
         del file
         for at in range(start, end, block):
             found = self._files.reader.fetch(
-                self._item, at, min(end, at + block), allow_unproven=True
+                self._item, at, min(end, at + block), allow_unproven=self._allow_unproven
             )
             self._fetched[found.location] = found._replace(data=b"")
             yield found.data
+
+    @property
+    def is_proven(self) -> bool:
+        """True if all bytes are of proven copies."""
+        return all(one.is_proven for one in self._fetched.values())
 
     def confirm(self) -> None:
         """Note that the bytes are right."""

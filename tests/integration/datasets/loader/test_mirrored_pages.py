@@ -15,6 +15,7 @@ from millrace.datasets.loader import PageLoader
 from millrace.datasets.loader.page_index import index_pages
 from millrace.storage import StoreSpec, put, read
 from millrace.storage.mirror_locations import MirrorReport
+from millrace.storage.mirrored_objects import SAMPLE_BYTES
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
@@ -144,6 +145,24 @@ def test_an_older_version_of_equal_size_is_not_used_with_an_index_of_the_pages(w
         others = report(loader).locations[1:]
         assert [one.served_bytes for one in others] == [0, 0]
         found |= {one.name for one in others if one.differing}
+
+
+def test_pages_without_checksums_are_read_from_copies_of_equal_etags(
+    world: Mirrors, caplog: pytest.LogCaptureFixture
+):
+    for file in range(FILES):
+        path, texts = f"{file}.parquet", make_texts(file)
+        body = make_parquet(texts, compression="none", write_page_checksum=False)
+        other = body.replace(texts[120].encode(), texts[120].swapcase().encode())
+        assert body != other  # in neither the size nor the end of the file
+        assert (len(other), other[-SAMPLE_BYTES:]) == (len(body), body[-SAMPLE_BYTES:])
+        world.put(path, body, other, body)
+    while "have no checksums" not in caplog.text:  # a slow location is seldom asked
+        loader = PageLoader(world.specs)
+        read_epoch(loader)
+    assert caplog.text.count("have no checksums") == 1
+    assert report(loader).locations[1].differing == 0
+    assert min(report(loader).locations[n].served_bytes for n in (0, 2)) > 0
 
 
 def test_a_folder_with_the_files_is_read_instead_of_the_stores(world: Mirrors, tmp_path: Path):

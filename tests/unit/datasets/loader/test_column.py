@@ -123,10 +123,11 @@ def test_rows_of_two_pages_fetch_two_pages(tmp_path):
     assert (one.fetched, two.fetched) == (sizes[5], sizes[5] + sizes[6])
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_no_flipped_bit_of_a_page_is_read_as_a_value(dictionary, tmp_path):
+def test_no_flipped_bit_of_a_page_is_read_as_a_value(dictionary, version, tmp_path):
     """Wherever the bit is in the fetched bytes: its checksum or its header does not fit."""
-    file = write(tmp_path, use_dictionary=dictionary)
+    file = write(tmp_path, use_dictionary=dictionary, data_page_version=version)
     path = tmp_path / file.path
     body, rng = path.read_bytes(), random.Random(3)
     layout, intact = read(tmp_path, file, "repeated", 500, 600)
