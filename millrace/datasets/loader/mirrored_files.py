@@ -86,12 +86,15 @@ def limit_retries(store: Store) -> Store:
     return store.with_retry_timeout(min(store.spec.retry_timeout, _LISTING_TIMEOUT))
 
 
-def open_loader_files(source: FileLocations, paths: Sequence[str] | None = None) -> SourceFiles:
+def open_loader_files(
+    source: FileLocations, paths: Sequence[str] | None = None, *, listed: int = 0
+) -> SourceFiles:
     """Open the files of a loader. Nothing is sent.
 
     Args:
         source: One location, or several that have the same files.
         paths: Paths of the files, for a web server, which cannot be listed.
+        listed: Number of the location of several that was listed before.
 
     Raises:
         ConfigurationError: A URL names no store, or the settings do not fit it.
@@ -100,7 +103,7 @@ def open_loader_files(source: FileLocations, paths: Sequence[str] | None = None)
     specs = list_specs(source)
     if len(specs) == 1:
         return open_files(specs[0], paths=paths)
-    return MirroredStoreFiles(open_mirrors(specs))
+    return MirroredStoreFiles(open_mirrors(specs), listed=listed)
 
 
 def read_checked(
@@ -129,28 +132,30 @@ class MirroredStoreFiles:
 
     Args:
         stores: The stores, in the order in which they are listed.
+        listed: Number of the store that another process has listed.
 
     Attributes:
         reader: Reader of the stores.
+        listed: Number of the store that was listed, whose ETags the files have.
     """
 
     unseekable: Set[str] = frozenset()
     is_local = False
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[Store], *, listed: int = 0) -> None:
         self.reader = MirroredReader(stores)
-        self._listed = 0
+        self.listed = listed
         self._unchecked: set[str] = set()  # paths of files that have parts without a checksum
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         """URL of the location that was listed."""
-        return self.reader.stores[self._listed].url
+        return self.reader.stores[self.listed].url
 
     def make_url(self, path: str) -> str:
         """Return the URL of a file, for messages."""
-        return self.reader.stores[self._listed].make_url(path)
+        return self.reader.stores[self.listed].make_url(path)
 
     def make_report(self) -> MirrorReport:
         """Return the work of each location so far."""
@@ -172,7 +177,7 @@ class MirroredStoreFiles:
                 logger.warning("%s cannot be listed: %s", store.url, error)
                 continue
             if table:
-                self._listed = number
+                self.listed = number
                 return table
         if table is None:
             reasons = "\n".join(f"{url}: {error}" for url, error in faults.items())
@@ -236,7 +241,7 @@ class MirroredStoreFiles:
 
     def describe(self, file: FileRef) -> MirroredObject:
         """Return a file as the reader of the stores names it."""
-        return MirroredObject(file.path, file.size, file.etag, self._listed)
+        return MirroredObject(file.path, file.size, file.etag, self.listed)
 
 
 class _CheckedFiles:

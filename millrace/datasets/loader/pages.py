@@ -108,13 +108,15 @@ class PageLoader:
         paths: Sequence[str] | None = None,
     ) -> None:
         self._specs, self._paths = list_specs(source), paths
-        self._opened = open_loader_files(self._specs, paths)
-        self._process = os.getpid()
+        self._listed = 0
+        self._open()
         self._column, self._concurrency = column, concurrency
         self._cache_bytes = cache_bytes
         self._cache = _open_cache(cache_bytes)
         self.counts = PageCounts()
         listed = ListedFiles.collect(self._opened, include)
+        if isinstance(self._opened, MirroredStoreFiles):
+            self._listed = self._opened.listed
         self._refs = listed.files
         self._index = find_index(self._opened, listed, column)
         self._entries = [self._index.find(file) if self._index else None for file in self._refs]
@@ -153,8 +155,7 @@ class PageLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the same files. Nothing is listed again."""
         self.__dict__.update(state)
-        self._opened = open_loader_files(self._specs, self._paths)
-        self._process = os.getpid()
+        self._open()
         self._cache = _open_cache(self._cache_bytes)
 
     def close(self) -> None:
@@ -314,9 +315,13 @@ class PageLoader:
     def _files(self) -> SourceFiles:
         """Files of the dataset. A process that was forked opens them again."""
         if os.getpid() != self._process:
-            self._opened = open_loader_files(self._specs, self._paths)
-            self._process = os.getpid()
+            self._open()
         return self._opened
+
+    def _open(self) -> None:
+        """Open the files for this process. Their ETags are those of the location of the listing."""
+        self._opened = open_loader_files(self._specs, self._paths, listed=self._listed)
+        self._process = os.getpid()
 
     def _estimate_size(self, page: Page) -> int:
         """Return about the bytes of a page, as if all rows of the file were equal."""

@@ -143,6 +143,18 @@ def test_a_forked_process_reads_as_its_parent(
     assert read_texts(loader, pages) == expect(texts, pages)
 
 
+def test_other_processes_read_by_the_listing_of_the_second_location(
+    dataset: StoreSpec, tmp_path: Path, texts: list[str]
+) -> None:
+    """The first location is a folder that a prewarm has not filled yet."""
+    loader = PageLoader([tmp_path.as_uri(), dataset], cache_bytes=1)
+    pages = loader.draw(7, 0, len(loader))
+    assert read_texts(loader, pages) == expect(texts, pages)
+    assert call_in_fork(lambda: read_texts(loader, pages)) == expect(texts, pages)
+    spawned = pickle.loads(pickle.dumps(loader))  # as a process that is spawned gets it
+    assert read_texts(spawned, pages) == expect(texts, pages)
+
+
 def test_a_file_that_is_written_again_is_noticed_in_a_forked_process(
     dataset: StoreSpec,
 ) -> None:
