@@ -29,6 +29,12 @@ class DaemonThreadPool:
         self._lock = threading.Lock()
         self._urgent, self._pending = _Queue(), _Queue()
         self._threads = 0
+        self._is_shut_down = False
+
+    @property
+    def is_shut_down(self) -> bool:
+        """True if `shutdown` was called. Calls that go on may ask, to end sooner."""
+        return self._is_shut_down
 
     def set_max_threads(self, max_threads: int) -> None:
         """Change the largest number of concurrent calls. Running calls go on."""
@@ -51,6 +57,9 @@ class DaemonThreadPool:
     def _submit(self, queue: _Queue, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
+            if self._is_shut_down:
+                future.cancel()
+                return future
             queue.append((future, call))
             begin = self._threads < self._max_threads
             self._threads += begin
@@ -62,8 +71,9 @@ class DaemonThreadPool:
         threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
 
     def shutdown(self) -> None:
-        """Cancel the calls that have not begun, without waiting for the others."""
+        """Cancel the calls that have not begun, and later ones. The others are not waited for."""
         with self._lock:
+            self._is_shut_down = True
             waiting = [*self._urgent, *self._pending]
             self._urgent.clear()
             self._pending.clear()

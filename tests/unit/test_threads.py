@@ -1,11 +1,30 @@
-"""Slices are processed on several threads, in any nesting, and after a fork."""
+"""Calls on threads: of a pool of daemon threads, and of slices, in any nesting and after a fork."""
 
 import os
 import threading
 
 import pytest
 
-from millrace.threads import map_slices
+from millrace.threads import DaemonThreadPool, map_slices
+
+
+def test_a_pool_that_is_shut_down_cancels_the_calls_that_have_not_begun():
+    pool, begun, go_on = DaemonThreadPool(1, "calls"), threading.Event(), threading.Event()
+
+    def wait() -> str:
+        begun.set()
+        assert go_on.wait(60)
+        return "done"
+
+    running, waiting = pool.submit(wait), pool.submit(wait)
+    assert begun.wait(60)
+    pool.shutdown()
+    later = pool.submit_urgent(wait)
+    assert pool.is_shut_down
+    assert waiting.cancelled()
+    assert later.cancelled()
+    go_on.set()
+    assert running.result(60) == "done"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])

@@ -128,8 +128,11 @@ class ShardFetcher:
             growth: Growth of the parts, which goes on from shard to shard; by default none.
 
         Raises:
+            StoppedError: The fetcher was closed.
             MillraceError: The shard cannot be fetched.
         """
+        if self._requests.is_shut_down:
+            raise errors.StoppedError("The iteration of the samples has ended.")
         shard = self._table.shards[number]
         if self._files.has_cache and (opened := self._open_cached(shard)):
             return opened
@@ -151,12 +154,15 @@ class ShardFetcher:
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
 
     def request(self, number: int) -> None:
-        """Begin to fetch a whole file that is needed soon. Without a cache, nothing is done."""
+        """Begin to fetch a whole file that is needed soon.
+
+        Without a cache, and after `close`, nothing is done.
+        """
         if self._files.has_cache:
             self._request_file(self._table.shards[number])
 
     def close(self) -> None:
-        """Cancel the requests that have not begun."""
+        """Cancel the requests that have not begun, and release the files that are not open yet."""
         self._requests.shutdown()
         self._whole_files.shutdown()
         with self._lock:

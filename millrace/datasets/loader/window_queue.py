@@ -67,9 +67,11 @@ class WindowQueue:
             self._pool.submit(self._run)
 
     def _run(self) -> None:
-        """Load windows until none waits."""
+        """Load windows until none waits, or until the pool is shut down."""
         while True:
             with self._lock:
+                while self._waiting and self._pool.is_shut_down:
+                    self._waiting.popleft()[1].cancel()
                 self._is_running = bool(self._waiting)
                 if not self._waiting:
                     return

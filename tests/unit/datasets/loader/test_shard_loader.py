@@ -5,6 +5,7 @@ import math
 import pickle
 import secrets
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from millrace import errors
 from millrace.datasets.formats import FieldType
 from millrace.datasets.loader import Remainder, ShardLoader
+from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
 from millrace.storage import open_store
@@ -418,6 +420,38 @@ def test_a_cache_without_room_leaves_the_samples_as_they_are(
     for _ in range(2):
         assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d", cache=cache)) == expected
     assert cache.held_bytes <= 2 << 20
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_an_iteration_that_ends_early_fetches_no_more_and_lends_nothing(
+    is_cached: bool, mirrors: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fetches the second shard when it ends."""
+    begun, go_on, fetched = threading.Event(), threading.Event(), list[object]()
+    name = "fetch_file" if is_cached else "read_object"
+    fetch = getattr(DatasetFiles, name)
+
+    def fetch_late(files: DatasetFiles, shard: object, *args: Any, **options: Any) -> Any:
+        fetched.append(shard)
+        if len(set(fetched)) > 1:
+            begun.set()
+            assert go_on.wait(60)
+        return fetch(files, shard, *args, **options)
+
+    monkeypatch.setattr(DatasetFiles, name, fetch_late)
+    cache = DiskCache(tmp_path / "cache", 1 << 30) if is_cached else None
+    urls = [mirrors[1].as_uri(), mirrors[2].as_uri()]
+    loader = ShardLoader(urls, "d", streams=1, window=10, cache=cache)
+    samples = iter(loader)
+    next(samples)
+    assert begun.wait(60)
+    samples.close()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("shard-"):
+            thread.join(60)
+    assert len(set(fetched)) == 2
+    assert loader._files.open()._lent == {}
 
 
 def test_a_folder_of_a_cache_that_cannot_be_made_is_named(url: str, tmp_path: Path) -> None:
