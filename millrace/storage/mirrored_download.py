@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from millrace import errors
 from millrace.digest import (
@@ -18,6 +18,7 @@ from millrace.digest import (
 )
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_objects import FetchedRange, MirroredObject
+from millrace.threads import DaemonThreadPool
 
 _PART_BYTES = 8 * BLOCK_SIZE
 _CONCURRENCY = 4
@@ -29,7 +30,8 @@ def download(
     """Write an object into an open file by parts, and compare its digest.
 
     With the digests of the blocks, a part that differs is read again elsewhere. Otherwise the whole
-    object is, from one location after another. Memory: 8 MiB for each part.
+    object is, from one location after another. Memory: 8 MiB for each part. After an error, reads
+    under way are not waited for, and write nothing.
 
     Args:
         reader: Reader of the locations.
@@ -69,9 +71,10 @@ class _Download:
         is_own = get_algorithm(item.digest) is Algorithm.BLAKE3
         hasher = None if is_own else make_hasher(get_algorithm(item.digest))
         copies: dict[int, FetchedRange] = {}
-        joined = b""
+        joined, offset = b"", 0
         try:
             for fetched, blocks in self._read_parts(avoid, is_own=is_own):
+                offset = self._write(fetched.data, offset)
                 joined += blocks
                 if hasher is not None:
                     hasher.update(fetched.data)
@@ -97,25 +100,36 @@ class _Download:
         """Yield the parts in order, each with the digests of its blocks; several are read ahead."""
         starts = iter(range(0, self._item.size, _PART_BYTES))
         waiting: deque[Future[tuple[FetchedRange, bytes]]] = deque()
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="download") as pool:
-            try:
-                while True:
-                    while len(waiting) < self._concurrency:
-                        start = next(starts, None)
-                        if start is None:
-                            break
-                        waiting.append(pool.submit(self._read_part, start, avoid, is_own=is_own))
-                    if not waiting:
-                        return
-                    yield waiting.popleft().result()
-            finally:
-                for one in waiting:
-                    one.cancel()
+        pool = DaemonThreadPool(self._concurrency, "download")
+        try:
+            while True:
+                while len(waiting) < self._concurrency:
+                    start = next(starts, None)
+                    if start is None:
+                        break
+                    waiting.append(pool.submit(self._read_part, start, avoid, is_own=is_own))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown()
+
+    def _write(self, data: bytes, offset: int) -> int:
+        """Write a part, and return the offset after it.
+
+        No other thread writes: it could go on after the end, when the file is closed, and write
+        into another file of the same descriptor.
+        """
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._file, view, offset)
+            offset, view = offset + written, view[written:]
+        return offset
 
     def _read_part(
         self, start: int, avoid: Collection[int], *, is_own: bool
     ) -> tuple[FetchedRange, bytes]:
-        """Read a part, compare the digests of its blocks where they are known, and write it."""
+        """Read a part, and compare the digests of its blocks where they are known."""
         item = self._item
         end = min(item.size, start + _PART_BYTES)
         expected = slice_blocks(item.blocks, range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)))
@@ -125,8 +139,4 @@ class _Download:
             if not expected or not find_differing_blocks(blocks, expected):
                 break
             self._reader.reject(item, fetched, "its bytes do not have the digests of their blocks")
-        view = memoryview(fetched.data)
-        while view:
-            written = os.pwrite(self._file, view, start)
-            start, view = start + written, view[written:]
         return fetched, blocks

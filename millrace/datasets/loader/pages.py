@@ -34,6 +34,7 @@ from millrace.datasets.loader.page_index import (
 )
 from millrace.datasets.sources.files import SourceFiles, fetch_ahead
 from millrace.storage.mirror_locations import MirrorReport
+from millrace.threads import DaemonThreadPool
 
 T = TypeVar("T")
 
@@ -179,7 +180,8 @@ class PageLoader:
     def read(self, pages: Iterable[Page]) -> Iterator[Any]:
         """Yield the values of each page as a ``pyarrow.ChunkedArray``, in the order of the pages.
 
-        Several pages are fetched at once, up to 64 MiB or one page.
+        Several pages are fetched at once, up to 64 MiB or one page. The end of the iteration, also
+        by an error, waits for none of them.
 
         Raises:
             ChangedError: A file was written again after the loader was opened, or is gone.
@@ -220,13 +222,17 @@ class PageLoader:
     def _fetch_ahead(self, fetch: Callable[[Page], T], pages: Iterable[Page]) -> Iterator[T]:
         process = os.getpid()
         sized = ((page, self._estimate_size(page)) for page in pages)
-        for _, found in fetch_ahead(fetch, sized, self._concurrency):
-            yield found
-            if os.getpid() != process:
-                raise errors.ConfigurationError(
-                    "This process was forked while it read pages, and has no threads that fetch "
-                    "the others. Begin to read after the fork."
-                )
+        pool = DaemonThreadPool(self._concurrency, "pages")
+        try:
+            for _, found in fetch_ahead(fetch, sized, self._concurrency, pool=pool):
+                yield found
+                if os.getpid() != process:
+                    raise errors.ConfigurationError(
+                        "This process was forked while it read pages, and has no threads that "
+                        "fetch the others. Begin to read after the fork."
+                    )
+        finally:
+            pool.shutdown()
 
     def _get_page(self, page: Page) -> Any:
         return self._get(

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -12,6 +13,7 @@ from millrace import errors
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
 from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.threads import DaemonThreadPool
 
 _READ_AHEAD_BYTES = 64 * 1024 * 1024
 T = TypeVar("T")
@@ -160,7 +162,11 @@ def read_ahead(
 
 
 def fetch_ahead(
-    fetch: Callable[[T], R], wanted: Iterable[tuple[T, int]], concurrency: int
+    fetch: Callable[[T], R],
+    wanted: Iterable[tuple[T, int]],
+    concurrency: int,
+    *,
+    pool: DaemonThreadPool | None = None,
 ) -> Iterator[tuple[T, R]]:
     """Yield items with what is fetched for them, in order. Several are fetched at once.
 
@@ -170,6 +176,8 @@ def fetch_ahead(
         fetch: Function that fetches the value of an item.
         wanted: Items, each with the bytes of its value.
         concurrency: Concurrent calls; 0 calls the function in this thread when the value is used.
+        pool: Threads of the calls, which the caller shuts down. None takes threads that take less
+            processor time for small values, and waits at the end for the calls under way.
     """
     if not concurrency:
         yield from ((item, fetch(item)) for item, _ in wanted)
@@ -183,7 +191,7 @@ def fetch_ahead(
     following = first
     waiting: deque[tuple[T, int, Future[R]]] = deque()
     bytes_left = _READ_AHEAD_BYTES
-    with ThreadPoolExecutor(concurrency, thread_name_prefix="files") as pool:
+    with nullcontext(pool) if pool else ThreadPoolExecutor(concurrency, "files") as threads:
         while following or waiting:
             while (
                 following
@@ -191,7 +199,7 @@ def fetch_ahead(
                 and (not waiting or following[1] <= bytes_left)
             ):
                 item, size = following
-                waiting.append((item, size, pool.submit(fetch, item)))
+                waiting.append((item, size, threads.submit(fetch, item)))
                 bytes_left -= size
                 following = next(remaining, None)
             item, size, fetched = waiting.popleft()

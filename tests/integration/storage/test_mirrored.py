@@ -1,6 +1,7 @@
 """Objects are read from several stores that have copies: from those that answer and are equal."""
 
 import logging
+import os
 import random
 import tempfile
 import threading
@@ -389,3 +390,31 @@ def test_a_download_that_no_location_has_is_an_error(world: Mirrors):
     item = MirroredObject("a", len(BODY), digest=compute_digest(BODY))
     with tempfile.TemporaryFile() as file, pytest.raises(errors.CorruptError, match="any"):
         download(MirroredReader(world.stores), item, file.fileno())
+
+
+def test_a_download_that_fails_waits_for_no_read_and_writes_nothing_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, body = open_store("memory://late"), bytes(9 * BLOCK_SIZE)  # two parts
+    put(store, "a", body)
+    item = MirroredObject("a", len(body), digest=compute_digest(body))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read_late(*args: Any, **more: Any) -> bytes:
+        if args[2] == 0:
+            assert begun.wait(60)
+            raise errors.DeniedError("no rights")
+        begun.set()
+        assert go_on.wait(60)
+        return read_range(*args, **more)
+
+    monkeypatch.setattr(copy_reader, "read_range", read_late)
+    with (tmp_path / "part").open("wb") as file, (tmp_path / "other").open("wb") as other:
+        with pytest.raises(errors.DeniedError, match="no rights"):
+            download(MirroredReader([store]), item, file.fileno())
+        os.dup2(other.fileno(), file.fileno())  # another file has the descriptor of a closed one
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith(("download", "mirror-")):
+                thread.join(60)
+    assert (tmp_path / "other").read_bytes() == b""
