@@ -3,7 +3,7 @@
 No object points to the newest checkpoint. A listing finds it, and cannot be out of date.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -226,7 +226,14 @@ def find_newest(store: Store, job: str) -> Checkpoint | None:
 def verify(
     store: Store, checkpoint: Checkpoint, *, check: VerifyDepth = VerifyDepth.DIGESTS
 ) -> dict[str, str]:
-    """Verify every file of a checkpoint.
+    """Verify every file of a checkpoint, as `verify_parts` does."""
+    return verify_parts(store, checkpoint.job, checkpoint.parts, check=check)
+
+
+def verify_parts(
+    store: Store, job: str, parts: Sequence[Part], *, check: VerifyDepth = VerifyDepth.DIGESTS
+) -> dict[str, str]:
+    """Verify files of a job's checkpoints.
 
     A file that seems damaged is read a second time, in case its bytes changed in transit. The
     sentence names the blocks that differ, if their digests are stored.
@@ -239,14 +246,14 @@ def verify(
     """
 
     def check_part(part: Part) -> str:
-        if not _find_damage(store, checkpoint.job, part, check):
+        if not _find_damage(store, job, part, check):
             return ""
-        blocks = read_block_list(store, CheckpointKeys(checkpoint.job), part)
-        return _find_damage(store, checkpoint.job, part, check, blocks)
+        blocks = read_block_list(store, CheckpointKeys(job), part)
+        return _find_damage(store, job, part, check, blocks)
 
     threads = choose_thread_count(_LEAST_THREADS, _MOST_THREADS)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        found = zip(checkpoint.parts, pool.map(check_part, checkpoint.parts), strict=True)
+        found = zip(parts, pool.map(check_part, parts), strict=True)
         return {part.digest: damage for part, damage in found if damage}
 
 

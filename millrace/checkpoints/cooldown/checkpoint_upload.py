@@ -20,7 +20,7 @@ from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import Commit, commit_once
+from millrace.records import commit_once
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store, list_objects
 
@@ -55,6 +55,7 @@ class CheckpointUpload:
         self._membership, self._reads, self._draft = membership, reads, draft
         self._keys, self._cooldown = CheckpointKeys(membership.job), keys
         self._progress = progress
+        self._is_committed = False
         self._files = SharedUpload(
             membership.store,
             content,
@@ -71,6 +72,11 @@ class CheckpointUpload:
     def has_begun(self) -> bool:
         """True if this member has begun to upload."""
         return self._files.has_begun
+
+    @property
+    def is_committed(self) -> bool:
+        """True if the last look found undamaged metadata. The files may be damaged or missing."""
+        return self._is_committed
 
     @property
     def error(self) -> errors.MillraceError | None:
@@ -103,46 +109,38 @@ class CheckpointUpload:
         """Find uploaded files, and return whether the checkpoint is complete.
 
         Returns:
-            Whether all files are uploaded and verified, or the checkpoint is committed. For a
-            confined member, whether the checkpoint is committed.
+            Whether all files are uploaded and verified. For a confined member, whether the
+            checkpoint is committed.
+
+        Raises:
+            ConflictError: The step has a checkpoint with another content or position.
         """
         metadata = self._keys.make_metadata_key(self._draft.step)
         if self._membership.confined:
             for name in {*uploaders, self._membership.member}:
                 self._files.note_files(self._iterate_own_files(name))
-            return self._is_committed()
+            return self._find_metadata() is not None
         stats = list(list_objects(self._reads, self._keys.make_folder_prefix(self._draft.step)))
         parts = ((self._keys.parse_part(stat.key), stat.key) for stat in stats)
         self._files.note_files((part[1], key) for part, key in parts if part is not None)
-        if self._files.is_complete:
-            return True
-        return any(stat.key == metadata for stat in stats) and self._is_committed()
+        if not any(stat.key == metadata for stat in stats):
+            self._is_committed = False
+        elif not self._is_committed and (there := self._find_metadata()) is not None:
+            self._check_content(there)
+            self._is_committed = True
+        return self._files.is_complete
 
     def commit(self) -> bool:
         """Commit the checkpoint's metadata, and return whether this member was first.
 
-        If this member has not seen all files uploaded and verified, the metadata of another member
-        is read, and none is created.
+        Call this method after `find_files` has returned true.
 
         Raises:
             ConflictError: The step has a checkpoint with another content or position.
-            NotFoundError: Files are missing, and no other member has committed the checkpoint.
-            CorruptError: Files are missing, and the metadata of another member is damaged.
         """
-        store, draft = self._membership.store, self._draft
-        if self._files.is_complete:
-            commit = commit_checkpoint(store, draft)
-        else:
-            commit = Commit(read_checkpoint(store, draft.job, draft.step), mine=False)
-        self._progress(UploadCompleted(member=self._membership.member, size=draft.size))
-        there = commit.record
-        if (there.root, there.position) != (self._draft.root, self._draft.position):
-            url = self._membership.store.make_url(self._keys.make_metadata_key(self._draft.step))
-            raise errors.ConflictError(
-                f"{url} is a checkpoint of the same step with another "
-                "content or position, saved before this epoch ended. Give this job another name, "
-                "or resume from that checkpoint."
-            )
+        commit = commit_checkpoint(self._membership.store, self._draft)
+        self._progress(UploadCompleted(member=self._membership.member, size=self._draft.size))
+        self._check_content(commit.record)
         key = self._keys.make_metadata_key(self._draft.step)
         self._progress(CheckpointSaved(key=key, size=self._draft.size))
         return commit.mine
@@ -156,13 +154,26 @@ class CheckpointUpload:
         files = self._files
         return replace(result, sent=files.sent, checked=files.checked, replaced=files.replaced)
 
-    def _is_committed(self) -> bool:
-        """Decide whether the step has undamaged metadata."""
+    def _find_metadata(self) -> Checkpoint | None:
+        """Return the undamaged metadata of the step; None if there is none."""
         try:
-            read_checkpoint(self._reads, self._draft.job, self._draft.step)
+            return read_checkpoint(self._reads, self._draft.job, self._draft.step)
         except (errors.NotFoundError, errors.CorruptError):
-            return False  # a member with all files moves damaged metadata away
-        return True
+            return None  # a member with all files moves damaged metadata away
+
+    def _check_content(self, there: Checkpoint) -> None:
+        """Check that committed metadata has this member's content and position.
+
+        Raises:
+            ConflictError: It has others.
+        """
+        if (there.root, there.position) != (self._draft.root, self._draft.position):
+            url = self._membership.store.make_url(self._keys.make_metadata_key(self._draft.step))
+            raise errors.ConflictError(
+                f"{url} is a checkpoint of the same step with another "
+                "content or position, saved before this epoch ended. Give this job another name, "
+                "or resume from that checkpoint."
+            )
 
     def _commit_draft(self) -> None:
         """Commit the metadata below this member's own prefix."""

@@ -18,10 +18,15 @@ from itertools import islice
 
 from millrace import errors
 from millrace.checkpoints.block_digests import put_block_list
-from millrace.checkpoints.cooldown.epoch_records import find_epoch_end, has_checkpoint
+from millrace.checkpoints.cooldown.epoch_records import CommittedCheckpoint, find_epoch_end
 from millrace.checkpoints.cooldown.rosters import commit_roster, make_roster, read_roster
 from millrace.checkpoints.cooldown.votes import VoteTally
-from millrace.checkpoints.find import commit_checkpoint, compute_rest, compute_root
+from millrace.checkpoints.find import (
+    commit_checkpoint,
+    compute_rest,
+    compute_root,
+    verify_parts,
+)
 from millrace.digest import combine_blocks
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
@@ -64,6 +69,7 @@ class Collector:
         self._good: set[str] = set()
         self._looked = False
         self._draft: tuple[Vote, Checkpoint] | None = None  # with the vote of its member
+        self._committed = CommittedCheckpoint(store, job)
 
     def obtain_roster(self, living: Collection[str]) -> Roster | None:
         """Return the roster. If there is none, commit a roster of the living members."""
@@ -146,7 +152,7 @@ class Collector:
             # Members that have returned voted for another content.
             self._draft, self._looked = None, False
             self._good.clear()  # at the step of the earlier content
-        if has_checkpoint(self._store, self._job, step, root, rest):
+        if self._committed.is_intact(step, root, rest):
             return True
         if self._draft is None:
             self._draft = self._find_draft(roster, tally, favourite)
@@ -160,7 +166,18 @@ class Collector:
                 "saved before this epoch ended. Give this job another name, or resume from that "
                 "checkpoint."
             )
+        self._restore_referred(there)
+        self._committed.note_restored(there)
         return True
+
+    def _restore_referred(self, checkpoint: Checkpoint) -> None:
+        """Replace damaged files of other steps, to which an earlier save of this step refers."""
+        referred = [part for part in checkpoint.parts if part.step != checkpoint.step]
+        damage = verify_parts(self._store, self._job, referred)
+        for part in referred:
+            if part.digest in damage:
+                source = self._keys.make_part_key(checkpoint.step, part.digest)
+                copy(self._store, source, self._keys.make_part_key(part.step, part.digest))
 
     def _find_draft(
         self, roster: Roster, tally: VoteTally, favourite: Vote

@@ -65,6 +65,11 @@ class DestinationUpload:
         return self._thread is not None
 
     @property
+    def is_committed(self) -> bool:
+        """True if this member knows that the destination has committed the checkpoint."""
+        return self._saved is not None
+
+    @property
     def advances(self) -> int:
         """Number of files that this member has stored."""
         return self._stored

@@ -9,7 +9,7 @@ from functools import partial
 
 from millrace import errors
 from millrace.checkpoints.destinations.base import Destination
-from millrace.checkpoints.find import compute_rest, read_checkpoint
+from millrace.checkpoints.find import compute_rest, read_checkpoint, verify
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord
@@ -61,30 +61,66 @@ def find_epoch_end(
         read_metadata: ReadCheckpoint = destination.read_checkpoint
     else:
         read_metadata = partial(read_checkpoint, store)
-    return found if _has_content(read_metadata, job, found.step, found.root) else None
+    there = _find_content(read_metadata, job, found.step, found.root)
+    return found if there is not None else None
 
 
-def has_checkpoint(store: Store, job: str, step: int, root: str, rest: str | None = None) -> bool:
-    """Decide whether a checkpoint with this content is committed at a step.
+def has_checkpoint(store: Store, job: str, step: int, root: str) -> bool:
+    """Decide whether a checkpoint with this content is committed at a step. No file is read.
 
     Args:
         store: Store of the job.
         job: Name of the job.
         step: Step of the checkpoint.
         root: Digest of the content.
-        rest: Digest of the position and the run; by default they are not compared.
     """
-    return _has_content(partial(read_checkpoint, store), job, step, root, rest)
+    return _find_content(partial(read_checkpoint, store), job, step, root) is not None
 
 
-def _has_content(
+class CommittedCheckpoint:
+    """Committed checkpoint of an epoch, whose files are verified once.
+
+    Args:
+        store: Store of the job.
+        job: Name of the job.
+    """
+
+    def __init__(self, store: Store, job: str) -> None:
+        self._store, self._job = store, job
+        self._verified: Checkpoint | None = None
+        self._is_intact = False
+
+    def is_intact(self, step: int, root: str, rest: str | None = None) -> bool:
+        """Decide whether a checkpoint is committed with this content, and has all its bytes.
+
+        The first call for a checkpoint reads all its files.
+
+        Args:
+            step: Step of the checkpoint.
+            root: Digest of the content.
+            rest: Digest of the position and the run; by default they are not compared.
+        """
+        read_metadata = partial(read_checkpoint, self._store)
+        found = _find_content(read_metadata, self._job, step, root, rest)
+        if found is None:
+            return False
+        if found != self._verified:
+            self._verified, self._is_intact = found, not verify(self._store, found)
+        return self._is_intact
+
+    def note_restored(self, checkpoint: Checkpoint) -> None:
+        """Note that all files of a checkpoint are verified."""
+        self._verified, self._is_intact = checkpoint, True
+
+
+def _find_content(
     read_metadata: ReadCheckpoint, job: str, step: int, root: str, rest: str | None = None
-) -> bool:
+) -> Checkpoint | None:
     try:
         found = read_metadata(job, step)
     except (errors.NotFoundError, errors.CorruptError):
-        return False
-    return found.root == root and rest in {None, compute_rest(found)}
+        return None
+    return found if found.root == root and rest in {None, compute_rest(found)} else None
 
 
 def commit_epoch(store: Store, record: EpochRecord) -> EpochRecord:

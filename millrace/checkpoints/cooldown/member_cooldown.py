@@ -154,6 +154,9 @@ class MemberCooldown:
         uploaders = self._uploaders.select()
         if self.upload.find_files(uploaders) and not self._membership.confined:
             return self._commit()
+        if self.upload.is_committed and not self._uploaders.are_working(uploaders):
+            # The metadata does not prove the files, and no other member verifies them.
+            uploaders = [self._membership.member]
         self.upload.start(uploaders)
         return None
 

@@ -1,5 +1,7 @@
 """Selection of the members that upload the checkpoint of an epoch."""
 
+from collections.abc import Collection
+
 from millrace.checkpoints.cooldown.checkpointers import (
     SelectionRule,
     count_checkpointers,
@@ -45,6 +47,10 @@ class UploaderSelection:
         able = [name for name in self._order if name in self._view.living - different]
         able.sort(key=self._has_failed)
         return able[: self._number]
+
+    def are_working(self, members: Collection[str]) -> bool:
+        """Decide whether any of these members lives and has no result yet."""
+        return bool(self._view.living.intersection(members) - self._view.tally.ended.keys())
 
     def _has_failed(self, name: str) -> bool:
         ended = self._view.tally.ended.get(name)

@@ -9,9 +9,9 @@ from datetime import timedelta
 from millrace import errors
 from millrace.checkpoints.cooldown.collector import Collector
 from millrace.checkpoints.cooldown.epoch_records import (
+    CommittedCheckpoint,
     commit_epoch,
     find_epoch_end,
-    has_checkpoint,
 )
 from millrace.checkpoints.cooldown.membership import make_census
 from millrace.checkpoints.cooldown.rosters import read_roster
@@ -110,6 +110,7 @@ class _EpochWatcher:
         self._cooldown = CooldownKeys(job, epoch)
         self._census = make_census(store, job, clock)
         self._tally = VoteTally(store, self._cooldown)
+        self._committed = CommittedCheckpoint(store, job)
         self._collector = Collector(store, job, epoch, members) if members else None
         self._roster: Roster | None = None
 
@@ -182,11 +183,9 @@ class _EpochWatcher:
         return epoch
 
     def _end_for_dead_members(self, members: tuple[str, ...]) -> EpochRecord | None:
-        """End the epoch for its dead members, if its checkpoint is committed."""
+        """End the epoch for its dead members, if its checkpoint is committed and intact."""
         favourite = self._tally.find_majority(members, members)
         job, number = self._keys.job, self._cooldown.epoch
-        if favourite is None or not has_checkpoint(
-            self._store, job, favourite.step, favourite.root
-        ):
+        if favourite is None or not self._committed.is_intact(favourite.step, favourite.root):
             return None
         return commit_epoch(self._store, favourite.make_epoch_record(job, number))

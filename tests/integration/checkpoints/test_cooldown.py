@@ -20,6 +20,7 @@ from millrace.checkpoints import (
     Membership,
     OnTimeout,
     RetentionSettings,
+    Saver,
     SaveSettings,
     clear_votes,
     count_epochs_without_checkpoint,
@@ -89,13 +90,19 @@ class Members:
         settings: CooldownSettings = QUICK,
         state: Callable[[str], dict[str, object]] = lambda _: state_of(0),
         step: int = 5,
+        run: str = "",
     ) -> dict[str, EpochResult]:
         """All of them end an epoch; what it came to for each."""
 
         def one(name: str) -> EpochResult:
             with EpochSaver(self.memberships[name], settings) as saver:
                 return saver.end(
-                    state(name), epoch=epoch, step=step, position={"sample": 9}, seed=SEED
+                    state(name),
+                    epoch=epoch,
+                    step=step,
+                    run=run,
+                    position={"sample": 9},
+                    seed=SEED,
                 )
 
         with ThreadPoolExecutor(len(self.memberships)) as pool:
@@ -876,6 +883,43 @@ def test_whoever_finds_the_metadata_ends_the_epoch(folder, members) -> None:
     with EpochSaver(again.memberships["c"], QUICK) as saver:
         cooled = saver.end(state_of(0), epoch=0, step=5, position={"sample": 9})
     assert cooled.is_durable
+
+
+@pytest.mark.parametrize("kind", ["damaged", "missing"])
+@pytest.mark.parametrize("confined_members", [False, True])
+def test_an_epoch_whose_step_has_a_bad_file_ends_after_the_file_is_restored(
+    folder, members, confined, kind, *, confined_members: bool
+) -> None:
+    with Saver(folder, JOB, SMALL) as saver:
+        saved = saver.save(state_of(0), step=5, run="r", position={"sample": 9}).result()
+    key = KEYS.make_part_key(5, saved.parts[0].digest)
+    if kind == "damaged":
+        put(folder, key, b"x" * saved.parts[0].size)
+    else:
+        delete(folder, [key])
+    if confined_members:
+        cooled, _ = confined(folder, dict.fromkeys("abc", folder)).end(folder)
+    else:
+        cooled = members(folder, ["a", "b", "c"]).end(run="r")
+    assert all(one.is_durable for one in cooled.values())
+    assert read_checkpoint(folder, JOB, 5) == saved
+    assert not verify(folder, saved)
+
+
+def test_an_epoch_whose_members_are_dead_does_not_end_with_a_damaged_file(folder, members) -> None:
+    some = members(folder, ["a", "b"])
+    some.end()
+    some.leave()
+    delete(folder, [stat.key for stat in list_objects(folder, KEYS.epochs)])
+    saved = read_checkpoint(folder, JOB, 5)
+    key = KEYS.make_part_key(5, saved.parts[0].digest)
+    whole = read(folder, key)
+    put(folder, key, b"x" * saved.parts[0].size)
+    assert watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).epoch is None
+    put(folder, key, whole)
+    ended = watch_epoch_end(folder, JOB, 0, timeout=timedelta(0)).epoch
+    assert ended is not None
+    assert ended.root == saved.root
 
 
 def test_nothing_unnamed_is_left(folder, members) -> None:

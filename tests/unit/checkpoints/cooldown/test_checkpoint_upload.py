@@ -30,7 +30,7 @@ from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress import Event
 from millrace.records import fetch
 from millrace.schemas.checkpoint import Checkpoint, CooldownOutcome, Part
-from millrace.storage import Store, list_objects, put
+from millrace.storage import Store, delete, list_objects, put
 from tests.unit.checkpoints.cooldown.conftest import JOB
 
 BODIES = [bytes([number]) * 100 for number in range(4)]
@@ -125,15 +125,26 @@ def test_an_uploader_sends_all_files_and_commits(
     assert (result.sent, result.checked, result.replaced) == (400, 0, 0)
 
 
-def test_the_metadata_of_another_member_completes_the_upload(
-    uploader_of: Callable[..., Uploader],
+def test_the_metadata_of_another_member_does_not_prove_the_files(
+    folder: Store, uploader_of: Callable[..., Uploader], draft: Checkpoint
 ) -> None:
     one, other = uploader_of(), uploader_of()
     one.upload.start(["a"])
     assert one.changed.wait(30)
     one.upload.commit()
+    assert not other.upload.is_committed
+    damaged, missing = (KEYS.make_part_key(5, part.digest) for part in draft.parts[:2])
+    put(folder, damaged, b"x" * 100)
+    delete(folder, [missing])
+    assert not other.upload.find_files([])
+    assert other.upload.is_committed
+    other.upload.start(["a"])
+    assert other.changed.wait(30)
     assert other.upload.find_files([])
     assert not other.upload.commit()
+    assert not verify(folder, read_checkpoint(folder, JOB, 5))
+    result = other.upload.add_counts(EpochResult(CooldownOutcome.LOST, "", None))
+    assert (result.sent, result.checked, result.replaced) == (100, 300, 1)
 
 
 @pytest.mark.parametrize("junk", [b"", b"{}", b"junk"])
@@ -158,23 +169,14 @@ def test_damaged_metadata_is_replaced_after_the_upload(
     assert not verify(folder, read_checkpoint(folder, JOB, draft.step))
 
 
-def test_a_member_without_all_files_creates_no_metadata(
-    folder: Store, uploader_of: Callable[..., Uploader]
-) -> None:
-    one = uploader_of()
-    with pytest.raises(errors.NotFoundError):
-        one.upload.commit()
-    put(folder, KEYS.make_metadata_key(5), b"")
-    with pytest.raises(errors.CorruptError):
-        one.upload.commit()
-    assert [stat.key for stat in list_objects(folder, "")] == [KEYS.make_metadata_key(5)]
-
-
 def test_another_position_at_the_same_step_is_a_conflict(
     folder: Store, content: Content, draft: Checkpoint, uploader_of: Callable[..., Uploader]
 ) -> None:
     commit_checkpoint(folder, draft)
     moved = Uploader(folder, content, draft.model_copy(update={"position": {"sample": 8}}))
+    with pytest.raises(errors.ConflictError, match="another content or position"):
+        moved.upload.find_files(["a"])  # before any upload
+    assert not moved.events
     with pytest.raises(errors.ConflictError, match="another content or position"):
         moved.upload.commit()
     assert [type(event) for event in moved.events] == [UploadCompleted]

@@ -17,7 +17,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Checkpoint, EpochRecord
-from millrace.storage import Store, exists, put
+from millrace.storage import Store, delete, exists, put
 from tests.unit.checkpoints.cooldown.conftest import JOB
 
 KEYS, COOLDOWN = CheckpointKeys(JOB), CooldownKeys(JOB, 0)
@@ -104,10 +104,48 @@ def test_a_checkpoint_with_another_position_or_run_is_a_conflict(
     assert not exists(folder, KEYS.make_epoch_key(0))
 
 
+def save(folder: Store, content: Content) -> None:
+    for number, part in enumerate(content.parts):
+        put(folder, KEYS.make_part_key(part.step, part.digest), content.read(number).body)
+
+
 def test_a_checkpoint_of_an_earlier_owner_ends_the_epoch(folder: Store) -> None:
     content = content_of(1)
     vote(folder, "abc", draft_of(content))
+    save(folder, content)
     commit_checkpoint(folder, draft_of(content))
     ended = Owner(folder).advance("abc")
     assert ended is not None
     assert ended.root == read_checkpoint(folder, JOB, 5).root
+
+
+@pytest.mark.parametrize("other_step", [False, True])
+@pytest.mark.parametrize("kind", ["damaged", "missing"])
+def test_a_checkpoint_with_a_bad_file_ends_the_epoch_after_the_file_is_restored(
+    folder: Store, kind: str, *, other_step: bool
+) -> None:
+    content = content_of(1)
+    draft = draft_of(content)
+    vote(folder, "abc", draft)
+    save(folder, content)
+    if other_step:  # the metadata refers to a file of an earlier step
+        first, *rest = content.parts
+        moved = first.model_copy(update={"step": 4})
+        put(folder, KEYS.make_part_key(4, first.digest), content.read(0).body)
+        delete(folder, [KEYS.make_part_key(5, first.digest)])
+        draft = draft.model_copy(update={"parts": (moved, *rest)})
+    commit_checkpoint(folder, draft)
+    bad = KEYS.make_part_key(draft.parts[0].step, content.parts[0].digest)
+    if kind == "damaged":
+        put(folder, bad, b"x" * content.parts[0].size)
+    else:
+        delete(folder, [bad])
+    owner = Owner(folder)
+    assert owner.advance("abc") is None
+    assert not exists(folder, KEYS.make_epoch_key(0))
+    upload(folder, "a", content)
+    ended = owner.advance("abc")
+    assert ended is not None
+    found = read_checkpoint(folder, JOB, 5)
+    assert (ended.root, found.parts) == (content.root, draft.parts)
+    assert not verify(folder, found)

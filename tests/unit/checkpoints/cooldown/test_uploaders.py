@@ -6,7 +6,7 @@ from millrace.checkpoints.cooldown.checkpointers import SelectionRule, order_che
 from millrace.checkpoints.cooldown.epoch_view import EpochView
 from millrace.checkpoints.cooldown.uploaders import UploaderSelection
 from millrace.schemas.checkpoint import CooldownOutcome, CooldownRecord
-from tests.unit.checkpoints.cooldown.conftest import ROSTER, vote_of
+from tests.unit.checkpoints.cooldown.conftest import ROSTER, failed_record, vote_of
 
 FIRST, SECOND, THIRD = order_checkpointers(ROSTER.members, ROSTER.seed)
 
@@ -51,3 +51,15 @@ def test_psyche_replaces_nobody_but_selects_more(view_of: Callable[..., EpochVie
     assert selection.select() == order[:1]
     selection.add_more()
     assert selection.select() == order[:2]
+
+
+def test_a_member_works_while_it_lives_and_has_no_result(
+    view_of: Callable[..., EpochView],
+) -> None:
+    view = view_of()
+    selection = UploaderSelection(view, vote_of("a"), SelectionRule.SPREAD)
+    assert selection.are_working([FIRST, SECOND])
+    view.tally.ended[FIRST] = failed_record(FIRST)
+    assert selection.are_working([FIRST, SECOND])
+    view.living.remove(SECOND)
+    assert not selection.are_working([FIRST, SECOND])
