@@ -89,17 +89,19 @@ def read_checkpoint(store: Store, job: str, step: int) -> Checkpoint:
 def find_checkpoint(store: Store, job: str, step: int) -> Checkpoint | None:
     """Return the metadata of a step's checkpoint; None if a save of the step commits its own.
 
-    Damaged metadata counts as none, since a save moves it away.
+    Metadata that is damaged, or lacks files, counts as none, since a save moves it away, or stores
+    the files.
 
     Raises:
         VersionError: Another version of Millrace wrote the metadata of this step.
     """
     try:
-        return read_checkpoint(store, job, step)
+        found = read_checkpoint(store, job, step)
     except errors.VersionError:
         raise
     except (errors.NotFoundError, errors.CorruptError):
         return None
+    return None if find_missing_parts(store, job, found.parts) else found
 
 
 def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkpoint:
@@ -136,7 +138,8 @@ def _compute_digest(checkpoint: Checkpoint) -> str:
 def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     """Commit a checkpoint's metadata, unless its step already has metadata.
 
-    Damaged metadata of the step is moved away first.
+    Damaged metadata of the step is moved away first, and so is that of another content whose files
+    are not all there.
 
     Args:
         store: Store of the job.
@@ -150,13 +153,28 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     try:
         commit = commit_once(store, key, sealed)
         if not commit.mine:
-            check_metadata(store.make_url(key), commit.record, made.job, made.step)
+            there = check_metadata(store.make_url(key), commit.record, made.job, made.step)
+            replaceable = is_replaceable(store, there, made.root)
+            if replaceable and (damage := verify(store, there, check=VerifyDepth.SIZES)):
+                _move_away(store, there, damage)
+                return commit_once(store, key, sealed)
     except errors.VersionError:
         raise
     except errors.CorruptError as error:
         there = quarantine_metadata(store, made.job, made.step, str(error))
         return commit_once(store, key, sealed) if there is None else Commit(there, mine=False)
     return commit
+
+
+def is_replaceable(store: Store, there: Checkpoint, root: str) -> bool:
+    """Decide whether committed metadata makes way for another content, since it lacks files.
+
+    Args:
+        store: Store of the checkpoint.
+        there: Committed checkpoint.
+        root: Digest of the content to commit.
+    """
+    return there.root != root and bool(find_missing_parts(store, there.job, there.parts))
 
 
 def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
@@ -259,11 +277,16 @@ def verify_parts(
 
 def find_missing_parts(store: Store, job: str, parts: Collection[Part]) -> list[Part]:
     """Return the files that the store lacks, or has with another size. One listing per step."""
+    keys, sizes = CheckpointKeys(job), _list_sizes(store, job, parts)
+    wanted = ((keys.make_part_key(part.step, part.digest), part) for part in parts)
+    return [part for key, part in wanted if sizes.get(key) != part.size]
+
+
+def _list_sizes(store: Store, job: str, parts: Collection[Part]) -> dict[str, int]:
+    """Return the sizes of all files in the folders of some files, by key. One listing per step."""
     keys = CheckpointKeys(job)
     prefixes = {keys.make_parts_prefix(part.step) for part in parts}
-    there = {(stat.key, stat.size) for prefix in prefixes for stat in list_objects(store, prefix)}
-    wanted = ((keys.make_part_key(part.step, part.digest), part) for part in parts)
-    return [part for key, part in wanted if (key, part.size) not in there]
+    return {stat.key: stat.size for prefix in prefixes for stat in list_objects(store, prefix)}
 
 
 def find_newest_verified(
@@ -276,6 +299,7 @@ def find_newest_verified(
     """Return the newest checkpoint that passes verification, or None.
 
     A checkpoint with a damaged file is moved away (`quarantine`), and an older one is verified.
+    A checkpoint that lacks files is skipped, and stays, since it may be a copy that is being made.
     A checkpoint with damaged metadata is skipped, and stays until its step is saved again. If a
     reader moved it, the reader could delete metadata that a saver wrote in the meantime.
 
@@ -358,7 +382,8 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     """Move a damaged checkpoint away, so that readers skip it and its step can be saved again.
 
     The metadata is recorded, and the damaged bytes are kept beside the record. If the step's
-    metadata is no longer that of the checkpoint, nothing is moved.
+    metadata is no longer that of the checkpoint, nothing is moved. The same holds if files are only
+    missing: a copy that is being made may have its metadata first.
 
     Args:
         store: Store of the checkpoint.
@@ -368,6 +393,15 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
     Raises:
         DeniedError: The credentials may not move objects.
     """
+    keys = CheckpointKeys(checkpoint.job)
+    damaged = [part for part in checkpoint.parts if part.digest in damage]
+    sizes = _list_sizes(store, checkpoint.job, damaged)
+    if any(keys.make_part_key(part.step, part.digest) in sizes for part in damaged):
+        _move_away(store, checkpoint, damage)
+
+
+def _move_away(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:
+    """Move the metadata of a checkpoint and its damaged files away, as `quarantine` does."""
     keys = CheckpointKeys(checkpoint.job)
     record = Quarantine(checkpoint=checkpoint, damage=tuple(damage.values()))
     commit_once(store, keys.make_quarantine_key(checkpoint.step, checkpoint.root), record)

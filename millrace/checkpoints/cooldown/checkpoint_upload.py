@@ -13,7 +13,7 @@ from millrace.checkpoints.contents import Content
 from millrace.checkpoints.cooldown.collector import compute_listing_limit
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
-from millrace.checkpoints.find import commit_checkpoint, read_checkpoint
+from millrace.checkpoints.find import commit_checkpoint, is_replaceable, read_checkpoint
 from millrace.checkpoints.progress_events import CheckpointSaved, UploadCompleted, UploadStarted
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.checkpoints.shared_upload import SharedUpload
@@ -155,11 +155,12 @@ class CheckpointUpload:
         return replace(result, sent=files.sent, checked=files.checked, replaced=files.replaced)
 
     def _find_metadata(self) -> Checkpoint | None:
-        """Return the undamaged metadata of the step; None if there is none."""
+        """Return the undamaged metadata of the step; None if `commit` creates it."""
         try:
-            return read_checkpoint(self._reads, self._draft.job, self._draft.step)
+            there = read_checkpoint(self._reads, self._draft.job, self._draft.step)
         except (errors.NotFoundError, errors.CorruptError):
             return None  # a member with all files moves damaged metadata away
+        return None if is_replaceable(self._reads, there, self._draft.root) else there
 
     def _check_content(self, there: Checkpoint) -> None:
         """Check that committed metadata has this member's content and position.
