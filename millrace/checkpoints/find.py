@@ -325,7 +325,8 @@ def find_newest_verified(
             return found
         progress(CheckpointDamaged(job=job, step=step, damage="; ".join(damage.values())))
         with suppress(errors.DeniedError):  # readers without the right to write continue
-            quarantine(store, found, damage)
+            if not quarantine(store, found, damage):
+                return found  # another process has replaced the damaged files
     return None
 
 
@@ -378,26 +379,33 @@ def quarantine_metadata(store: Store, job: str, step: int, damage: str) -> Check
     return None
 
 
-def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:
+def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> dict[str, str]:
     """Move a damaged checkpoint away, so that readers skip it and its step can be saved again.
 
-    The metadata is recorded, and the damaged bytes are kept beside the record. If the step's
-    metadata is no longer that of the checkpoint, nothing is moved. The same holds if files are only
-    missing: a copy that is being made may have its metadata first.
+    The damaged files are read once more first, since another process may have replaced them after
+    they were verified. The metadata is recorded, and the damaged bytes are kept beside the record.
+    If the step's metadata is no longer that of the checkpoint, nothing is moved. The same holds if
+    files are only missing: a copy that is being made may have its metadata first.
 
     Args:
         store: Store of the checkpoint.
         checkpoint: Damaged checkpoint.
         damage: Damage that `verify` returned.
 
+    Returns:
+        Damage that is still there; empty if all files have been replaced, and nothing was moved.
+
     Raises:
         DeniedError: The credentials may not move objects.
     """
     keys = CheckpointKeys(checkpoint.job)
-    damaged = [part for part in checkpoint.parts if part.digest in damage]
+    suspects = [part for part in checkpoint.parts if part.digest in damage]
+    still = verify_parts(store, checkpoint.job, suspects)
+    damaged = [part for part in suspects if part.digest in still]
     sizes = _list_sizes(store, checkpoint.job, damaged)
     if any(keys.make_part_key(part.step, part.digest) in sizes for part in damaged):
-        _move_away(store, checkpoint, damage)
+        _move_away(store, checkpoint, still)
+    return still
 
 
 def _move_away(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> None:

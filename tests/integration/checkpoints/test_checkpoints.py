@@ -495,6 +495,34 @@ def test_a_step_whose_checkpoint_lacks_a_file_can_be_saved_anew(store):
     assert [sentence.endswith("missing.") for sentence in record.damage] == [True]
 
 
+def test_a_file_that_is_repaired_while_a_reader_reads_on_is_not_moved(store):
+    save(store, 1, state_of(1))
+    saved = save(store, 2, state_of(2))
+    repaired, damaged = (KEYS.make_part_key(2, part.digest) for part in saved.parts[:2])
+    wholes = [read(store, repaired), read(store, damaged)]
+
+    def find(*mended: str) -> Checkpoint | None:
+        for key in (repaired, damaged):
+            put(store, key, b"x" * 100)
+
+        def mend(event: Event) -> None:  # between the verification and the move
+            assert isinstance(event, CheckpointDamaged)
+            for key, whole in zip((repaired, damaged), wholes, strict=True):
+                if key in mended:
+                    put(store, key, whole)
+
+        return find_newest_verified(store, KEYS.job, progress=mend)
+
+    assert find(repaired, damaged) == saved == read_checkpoint(store, KEYS.job, 2)
+    assert not list(list_objects(store, KEYS.make_quarantine_prefix(2)))
+    assert find(repaired) == read_checkpoint(store, KEYS.job, 1)
+    assert read(store, repaired) == wholes[0]
+    moved = KEYS.make_damaged_key(2, saved.parts[1].digest)
+    record = KEYS.make_quarantine_key(2, saved.root)
+    there = {stat.key for stat in list_objects(store, KEYS.make_quarantine_prefix(2))}
+    assert there == {moved, record}
+
+
 def test_whoever_may_only_read_passes_over_what_is_damaged(request):
     store = open_store(make_spec("rgw", request))
     reader = open_store(make_spec("rgw", request, "read_only"))
