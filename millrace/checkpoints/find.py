@@ -324,7 +324,8 @@ def find_newest_verified(
         if not damage:
             return found
         progress(CheckpointDamaged(job=job, step=step, damage="; ".join(damage.values())))
-        with suppress(errors.DeniedError):  # readers without the right to write continue
+        # Readers without the right to write, or without space, continue.
+        with suppress(errors.DeniedError, errors.NoSpaceError):
             if not quarantine(store, found, damage):
                 return found  # another process has replaced the damaged files
     return None
@@ -397,6 +398,7 @@ def quarantine(store: Store, checkpoint: Checkpoint, damage: dict[str, str]) -> 
 
     Raises:
         DeniedError: The credentials may not move objects.
+        NoSpaceError: The disk of the folder is full.
     """
     keys = CheckpointKeys(checkpoint.job)
     suspects = [part for part in checkpoint.parts if part.digest in damage]

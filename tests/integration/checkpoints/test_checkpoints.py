@@ -5,6 +5,7 @@ import json
 import subprocess
 import threading
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -828,6 +829,20 @@ def test_a_full_disk_ends_a_save_at_once_and_says_where_and_what_is_free(full, m
     delete(full, [stat.key for stat in list_objects(full)])
     save(full, 2, {"w": torch.ones(3)})
     assert find_newest_verified(full, KEYS.job) is not None
+
+
+def test_on_a_full_disk_an_older_checkpoint_is_loaded(full, tmp_path):
+    save(full, 1, state_of(1))
+    saved = save(full, 2, state_of(2))
+    with (tmp_path / "disk" / KEYS.make_part_key(2, saved.parts[0].digest)).open("r+b") as file:
+        file.write(b"x")
+    with (tmp_path / "disk" / "other").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    heard: list[Event] = []
+    assert same(load(full, KEYS.job, progress=heard.append).state, state_of(1))
+    assert [type(event) for event in heard] == [CheckpointDamaged]
+    assert read_checkpoint(full, KEYS.job, 2) == saved
 
 
 @pytest.mark.parametrize("given", ["both", "one"])
