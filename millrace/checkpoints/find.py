@@ -3,7 +3,7 @@
 No object points to the newest checkpoint. A listing finds it, and cannot be out of date.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -280,6 +280,31 @@ def find_missing_parts(store: Store, job: str, parts: Collection[Part]) -> list[
     keys, sizes = CheckpointKeys(job), _list_sizes(store, job, parts)
     wanted = ((keys.make_part_key(part.step, part.digest), part) for part in parts)
     return [part for key, part in wanted if sizes.get(key) != part.size]
+
+
+def find_bad_parts(
+    store: Store,
+    job: str,
+    parts: Collection[Part],
+    verified: Set[Part],
+    *,
+    check: VerifyDepth = VerifyDepth.DIGESTS,
+) -> list[Part]:
+    """Return the files that the store lacks, or has with other bytes.
+
+    Args:
+        store: Store of the files.
+        job: Name of the job.
+        parts: Files to look for.
+        verified: Files that the caller has uploaded or verified. Only their sizes are compared, by
+            one listing per step.
+        check: Depth of the verification of the other files.
+    """
+    known = [part for part in dict.fromkeys(parts) if part in verified]
+    others = [part for part in dict.fromkeys(parts) if part not in verified]
+    damage = verify_parts(store, job, others, check=check)
+    bad = [part for part in others if part.digest in damage]
+    return find_missing_parts(store, job, known) + bad
 
 
 def _list_sizes(store: Store, job: str, parts: Collection[Part]) -> dict[str, int]:

@@ -27,7 +27,7 @@ from millrace.checkpoints.find import (
     check_content,
     check_description,
     commit_checkpoint,
-    find_missing_parts,
+    find_bad_parts,
     find_newest,
 )
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
@@ -285,8 +285,8 @@ class Saver:
     ) -> Checkpoint:
         parts = uploads.wait()
         files = uploads.map_files()
-        self._restore_missing(step, parts, files)
         self._proved = set(parts)
+        self._restore_parts(step, parts, files)
         share = RankShare(
             job=self._keys.job,
             step=step,
@@ -299,9 +299,10 @@ class Saver:
             notes=notes,
         )
         checkpoint = self._commit(share, number)
-        # A retention that had planned before the commit may have deleted files since.
+        # A retention that had planned before the commit may have deleted files since. Metadata of
+        # an earlier save may refer to other files than this save has uploaded.
         mine = [part for part in checkpoint.parts if part.digest in files]
-        self._restore_missing(step, mine, files)
+        self._restore_parts(step, mine, files)
         if self._settings.refer:
             self._known = {part.digest: part for part in checkpoint.parts}
         self._progress(
@@ -392,10 +393,12 @@ class Saver:
         put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
 
-    def _restore_missing(
+    def _restore_parts(
         self, step: int, parts: Collection[Part], files: Mapping[str, OpenFile]
     ) -> None:
         """Upload those files again that are no longer stored. One listing, if nothing is missing.
+
+        Files that this save has neither uploaded nor verified are read.
 
         Until the metadata is committed, no checkpoint names the files, so retention may delete
         them. Readers move damaged files away to which this save refers.
@@ -406,7 +409,7 @@ class Saver:
             files: Functions that open these files, by their digests.
 
         Raises:
-            ChangedError: A file was deleted, and the state of a save in place has changed.
+            ChangedError: A file is bad, and the state of a save in place has changed.
         """
 
         def restore(part: Part) -> None:
@@ -415,14 +418,14 @@ class Saver:
                 blocks = hash_blocks(body)
                 if combine_blocks(blocks) != part.digest:
                     raise errors.ChangedError(
-                        f"{self._store.make_url(key)} was deleted while step {step} was "
+                        f"{self._store.make_url(key)} is missing or damaged after step {step} was "
                         "saved, and the state has changed since. Save the step again."
                     )
                 put_block_list(self._store, self._keys, part, blocks)
                 put(self._store, key, body)
 
-        missing = find_missing_parts(self._store, self._keys.job, parts)
-        list(self._pool.map(restore, missing))
+        bad = find_bad_parts(self._store, self._keys.job, parts, self._proved)
+        list(self._pool.map(restore, bad))
 
     def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.

@@ -6,6 +6,7 @@ the owner of the job commits (`collector`).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from millrace import errors
@@ -15,6 +16,7 @@ from millrace.checkpoints.cooldown.membership import Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.find import commit_checkpoint, is_replaceable, read_checkpoint
 from millrace.checkpoints.progress_events import CheckpointSaved, UploadCompleted, UploadStarted
+from millrace.checkpoints.restoring import restore_parts
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
@@ -55,6 +57,14 @@ class CheckpointUpload:
         self._membership, self._reads, self._draft = membership, reads, draft
         self._keys, self._cooldown = CheckpointKeys(membership.job), keys
         self._progress = progress
+        self._restore_parts = partial(
+            restore_parts,
+            membership.store,
+            membership.job,
+            content=content,
+            uploads=settings.save.uploads,
+            check=settings.check,
+        )
         self._is_committed = False
         self._files = SharedUpload(
             membership.store,
@@ -133,14 +143,17 @@ class CheckpointUpload:
     def commit(self) -> bool:
         """Commit the checkpoint's metadata, and return whether this member was first.
 
-        Call this method after `find_files` has returned true.
+        Call this method after `find_files` has returned true. Files that were deleted since, and
+        damaged files of other steps to which committed metadata refers, are uploaded again.
 
         Raises:
             ConflictError: The step has a checkpoint with another content or position.
         """
+        self._restore_parts(self._draft.parts)
         commit = commit_checkpoint(self._membership.store, self._draft)
         self._progress(UploadCompleted(member=self._membership.member, size=self._draft.size))
         self._check_content(commit.record)
+        self._restore_parts(commit.record.parts)
         key = self._keys.make_metadata_key(self._draft.step)
         self._progress(CheckpointSaved(key=key, size=self._draft.size))
         return commit.mine

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from millrace import errors
 from millrace.checkpoints import find
@@ -15,6 +16,7 @@ from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
 from millrace.checkpoints.find import VerifyDepth
 from millrace.checkpoints.progress_events import CheckpointSaved
+from millrace.checkpoints.restoring import restore_parts
 from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.probes import make_write_probe_key
@@ -131,7 +133,12 @@ class StoreDestination:
         if upload.error is not None:
             raise upload.error
         key = keys.make_metadata_key(checkpoint.step)
+        restore = partial(
+            restore_parts, store, job, content=content, uploads=uploads, progress=progress
+        )
+        restore(content.parts)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
         find.check_content(store.make_url(key), there, content.root)
+        restore(there.parts)
         progress(CheckpointSaved(key=key, size=content.size))
         return there

@@ -18,7 +18,9 @@ from millrace.checkpoints import (
     RetentionSettings,
     Saver,
     SaveSettings,
+    StoreDestination,
     apply_retention,
+    copy_checkpoint,
     find_newest_verified,
     load,
     pin,
@@ -332,6 +334,49 @@ def test_a_file_that_is_deleted_during_the_commit_is_uploaded_again(store, monke
     monkeypatch.setattr(saving, "commit_checkpoint", commit)
     save(store, [1])
     assert verify(store, read_checkpoint(store, KEYS.job, 1)) == {}
+
+
+@pytest.mark.parametrize("saved_by", ["saver", "copy"])
+@pytest.mark.parametrize("kind", ["damaged", "missing"])
+def test_a_bad_file_of_another_step_is_replaced_when_its_step_is_saved_again(
+    store, tmp_path, saved_by, kind
+):
+    save(store, [1])
+    save(store, [2], refer=True)
+    first = read_checkpoint(store, KEYS.job, 2)
+    part = next(part for part in first.parts if part.step == 1)
+    key = KEYS.make_part_key(1, part.digest)
+    whole = read(store, key)
+    if kind == "damaged":
+        put(store, key, b"x" * part.size)
+    else:
+        delete(store, [key])
+    if saved_by == "saver":
+        save(store, [2])
+    else:
+        origin = StoreDestination(open_store((tmp_path / "origin").as_uri()))
+        save(origin.store, [2])
+        found = origin.read_checkpoint(KEYS.job, 2)
+        assert copy_checkpoint(origin, found, StoreDestination(store), KEYS.job) == first
+    assert read_checkpoint(store, KEYS.job, 2) == first
+    assert read(store, key) == whole
+    assert not verify(store, first)
+
+
+def test_a_file_that_is_deleted_during_the_commit_of_a_copy_is_uploaded_again(
+    store, tmp_path, monkeypatch
+):
+    origin = StoreDestination(open_store((tmp_path / "origin").as_uri()))
+    save(origin.store, [1])
+
+    def commit(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
+        delete(store, [KEYS.make_part_key(1, part.digest) for part in made.parts])
+        return commit_checkpoint(store, made)
+
+    monkeypatch.setattr("millrace.checkpoints.find.commit_checkpoint", commit)
+    found = origin.read_checkpoint(KEYS.job, 1)
+    copied = copy_checkpoint(origin, found, StoreDestination(store), KEYS.job)
+    assert verify(store, copied) == {}
 
 
 def test_a_deleted_file_whose_state_has_changed_since_is_an_error(tmp_path):

@@ -147,6 +147,25 @@ def test_the_metadata_of_another_member_does_not_prove_the_files(
     assert (result.sent, result.checked, result.replaced) == (100, 300, 1)
 
 
+def test_files_that_are_lost_before_the_commit_are_uploaded_again(
+    folder: Store, uploader_of: Callable[..., Uploader], draft: Checkpoint
+) -> None:
+    first, *rest = draft.parts
+    referred = first.model_copy(update={"step": 4})
+    one = uploader_of()
+    one.upload.start(["a"])
+    assert one.changed.wait(30)
+    assert one.upload.find_files(["a"])
+    delete(folder, [KEYS.make_part_key(5, part.digest) for part in draft.parts[:2]])
+    put(folder, KEYS.make_part_key(4, first.digest), b"x" * 100)
+    earlier = draft.model_copy(update={"parts": (referred, *rest)})
+    commit_checkpoint(folder, earlier)
+    assert not one.upload.commit()
+    found = read_checkpoint(folder, JOB, 5)
+    assert found.parts == earlier.parts
+    assert not verify(folder, found)
+
+
 @pytest.mark.parametrize("junk", [b"", b"{}", b"junk"])
 @pytest.mark.parametrize("confined", [False, True])
 def test_damaged_metadata_does_not_complete_the_upload(
