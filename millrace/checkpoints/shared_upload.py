@@ -176,6 +176,8 @@ class SharedUpload:
             self.checked += part.size
             self.replaced += bool(damage)
         self._queue.note_verified(digest)
+        if damage:
+            self._progress(PartStored(digest=digest, size=part.size, sent=part.size))
 
     def _read_again(self, number: int, key: str) -> PartContent:
         """Return the content of a file whose copy in the store is damaged.

@@ -25,6 +25,7 @@ from millrace.checkpoints import (
     load,
     open_destination,
 )
+from millrace.checkpoints.destinations import copy_and_measure
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec, matches_bytes
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
@@ -253,6 +254,16 @@ def test_a_store_that_loses_answers_and_has_wrong_files_gets_the_right_ones(
     finally:
         r2.reset()
     assert there.verify(found) == {}
+
+
+def test_bytes_that_replace_a_damaged_file_count_as_sent(tmp_path: Path, source: Source) -> None:
+    saved, there = source.save(1), StoreDestination(open_store((tmp_path / "there").as_uri()))
+    copy_checkpoint(source.here, saved, there, JOB)
+    part = saved.parts[1]
+    put(there.store, KEYS.make_part_key(5, part.digest), b"x" * part.size)
+    copied = copy_and_measure(source.here, saved, there, JOB)
+    assert copied.sent_bytes == part.size
+    assert there.verify(copied.checkpoint) == {}
 
 
 # -- the Hub alone
