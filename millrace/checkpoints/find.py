@@ -196,19 +196,21 @@ def check_content(where: str, there: Checkpoint, root: str) -> Checkpoint:
     return there
 
 
-def check_description(where: str, there: Checkpoint, share: RankShare) -> Checkpoint:
+def check_description(
+    where: str, there: Checkpoint, expected: Checkpoint | RankShare
+) -> Checkpoint:
     """Return the committed checkpoint of a step, if its position and notes are the expected ones.
 
     Args:
         where: URL of the metadata, for error messages.
         there: Committed checkpoint.
-        share: Share of the first rank, with the expected position and notes.
+        expected: Checkpoint, or share of the first rank, with the expected position and notes.
 
     Raises:
         ConflictError: The committed checkpoint has another position or other notes.
     """
     wanted = {"position", "notes"}
-    found = [name for name in list_differences(share, there) if name in wanted]
+    found = [name for name in list_differences(expected, there) if name in wanted]
     if found:
         raise errors.ConflictError(
             f"{where} is a checkpoint of the same step with the same tensors, and differs in "

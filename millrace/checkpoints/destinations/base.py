@@ -8,9 +8,10 @@ from datetime import timedelta
 from typing import Protocol
 
 from millrace.checkpoints.contents import Content
-from millrace.checkpoints.find import VerifyDepth
+from millrace.checkpoints.find import VerifyDepth, check_description
 from millrace.checkpoints.progress_events import PartStored
 from millrace.errors import CorruptError, DeniedError, ReadOnlyError
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event, Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Store
@@ -84,7 +85,8 @@ class Destination(Protocol):
         """Upload a copy of a checkpoint to this destination, and commit it under the same step.
 
         Files that the destination has are not sent again. After a kill, another call continues. Of
-        several callers one commits, and all return the committed checkpoint.
+        several callers one commits, and all return the committed checkpoint. Its position and its
+        notes may differ from those of the given one.
 
         Args:
             checkpoint: Metadata of the checkpoint.
@@ -132,9 +134,18 @@ def copy_checkpoint(
     uploads: int = 4,
     progress: Progress = ignore_event,
 ) -> Checkpoint:
-    """Copy a checkpoint to another destination, verified on both sides."""
+    """Copy a checkpoint to another destination, verified on both sides.
+
+    Raises:
+        ConflictError: The destination has another checkpoint of this step, or one with another
+            position or other notes.
+        CorruptError: A file has other bytes than were saved. Nothing was committed.
+        UnavailableError, DeniedError: A destination does not answer, or refuses.
+    """
     content = source.open_content(checkpoint)
-    return destination.write_copy(checkpoint, content, job, uploads=uploads, progress=progress)
+    there = destination.write_copy(checkpoint, content, job, uploads=uploads, progress=progress)
+    where = f"{destination.url}/{CheckpointKeys(job).make_metadata_key(checkpoint.step)}"
+    return check_description(where, there, checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,11 +81,14 @@ class Source:
     here: StoreDestination
     folder: Path
 
-    def save(self, seed: int, step: int = 5) -> Checkpoint:
+    def save(
+        self, seed: int, step: int = 5, *, sample: int = 9, note: str = "", job: str = ""
+    ) -> Checkpoint:
         dice = torch.Generator().manual_seed(seed)
         state = {"model": {f"w{n}": torch.randn(900, generator=dice) for n in range(5)}, "lr": 0.1}
-        with Saver(self.here.store, f"trained-{seed}", SMALL) as saver:
-            return saver.save(state, step=step, position={"sample": 9}).result()
+        position, notes = {"sample": sample}, {"note": note}
+        with Saver(self.here.store, job or f"trained-{seed}", SMALL) as saver:
+            return saver.save(state, step=step, position=position, notes=notes).result()
 
 
 @pytest.fixture
@@ -177,6 +180,16 @@ def test_a_step_has_one_content(place: Place, source: Source) -> None:
         copy_checkpoint(source.here, source.save(2), place.there, JOB)
     assert place.there.read_checkpoint(JOB, 5) == first
     assert place.there.verify(first) == {}
+
+
+def test_a_copy_with_another_position_or_other_notes_is_a_conflict(
+    place: Place, source: Source
+) -> None:
+    first = copy_checkpoint(source.here, source.save(1), place.there, JOB)
+    resumed = source.save(1, sample=10, note="resumed", job="resumed")
+    with pytest.raises(errors.ConflictError, match="differs in position and notes"):
+        copy_checkpoint(source.here, resumed, place.there, JOB)
+    assert place.there.read_checkpoint(JOB, 5) == first
 
 
 def test_several_that_bring_the_same_come_to_one_checkpoint(place: Place, source: Source) -> None:
