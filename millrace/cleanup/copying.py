@@ -1,7 +1,8 @@
 """Copy the objects of a store into another store, with a proof that each copy is right.
 
 Both stores are listed. An object that is at the destination with the same bytes is skipped, so a
-killed copy continues where it was. Another object with the same key is a conflict, and stays.
+killed copy continues where it was. Another object with the same key is a conflict, and stays. The
+metadata of checkpoints is copied after all other objects.
 
 The store copies by itself if the credentials of the destination may read the source. Otherwise the
 bytes go through this process, and the attributes of the object (its type, and the metadata of its
@@ -13,7 +14,7 @@ the store has made it by itself.
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,12 +26,15 @@ from millrace.cleanup.object_copier import ObjectCopier
 from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
+from millrace.keys.checkpoints import is_metadata_key
 from millrace.progress import Progress, ignore_event
 from millrace.storage import Backend, Location, Stat, Store, StoreSpec, list_objects, open_store
 from millrace.storage.folders import remove_partial_files
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
+
+_Pair = tuple[Stat, Stat | None]
 
 
 def copy_objects(
@@ -48,8 +52,12 @@ def copy_objects(
     on S3 and R2. On other stores, and before a large object appears, its key is looked up once
     more: an object that is written between this request and the copy is replaced.
 
+    The metadata of checkpoints comes last, so that readers of the destination find only complete
+    ones.
+
     Memory: that of a page of each listing, of 20 parts of at most 64 MiB, and of 16 objects of at
-    most 32 MiB. The listing of a folder has no order, so a folder's names are in memory.
+    most 32 MiB, and the names of the metadata. The listing of a folder has no order, so a folder's
+    names are in memory.
 
     Args:
         source: Store to copy from.
@@ -125,24 +133,36 @@ def _copy_pairs(
     if not dry_run:
         remove_partial_files(destination, objects.prefix)
     pairs, files = _pair(source, destination, objects), _FileTracker(destination)
+    metadata: list[_Pair] = []  # copied last, so that no reader finds it without its files
     done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
-    pending = 0
+
+    def select_others() -> Iterator[_Pair]:
+        for stat, there in pairs:
+            file = files.find_above(stat.key)
+            if file and there is None:
+                reason = f"{destination.url} cannot have a file and a folder named {file!r}."
+                result.add_failure(stat.key, reason)
+            elif is_metadata_key(stat.key):
+                metadata.append((stat, there))
+            else:
+                yield stat, there
+
+    def copy_all(chosen: Iterable[_Pair]) -> None:
+        pending = 0
+        for stat, there in chosen:
+            copying = pool.submit(copier.copy, stat, there)
+            copying.add_done_callback(lambda one, stat=stat: done.put((stat, one)))
+            pending += 1
+            pending -= _take_done(done, result, must_wait=pending >= _MAX_PENDING)
+            recorder.record()
+        while pending:
+            pending -= _take_done(done, result, must_wait=True)
+            recorder.record()
+
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
         try:
-            for stat, there in pairs:
-                file = files.find_above(stat.key)
-                if file and there is None:
-                    reason = f"{destination.url} cannot have a file and a folder named {file!r}."
-                    result.add_failure(stat.key, reason)
-                    continue
-                copying = pool.submit(copier.copy, stat, there)
-                copying.add_done_callback(lambda one, stat=stat: done.put((stat, one)))
-                pending += 1
-                pending -= _take_done(done, result, must_wait=pending >= _MAX_PENDING)
-                recorder.record()
-            while pending:
-                pending -= _take_done(done, result, must_wait=True)
-                recorder.record()
+            copy_all(select_others())
+            copy_all(metadata)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     recorder.record(is_last=True)
@@ -206,9 +226,7 @@ def _resolve_url(store: Store) -> str:
     return Path(store.location.bucket).resolve().as_uri()
 
 
-def _pair(
-    source: Store, destination: Store, objects: ObjectFilter
-) -> Iterator[tuple[Stat, Stat | None]]:
+def _pair(source: Store, destination: Store, objects: ObjectFilter) -> Iterator[_Pair]:
     """Yield the objects to copy, each with the object that the destination has; in key order."""
     listed = list_with_progress(destination, objects.prefix, ignore_event)
     existing = _sort(destination, listed)

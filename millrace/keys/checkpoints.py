@@ -21,6 +21,7 @@ CHECKPOINT_KEY = re.compile(
 """Key of an object of any checkpoint, by which `classify_key` recognises it."""
 _MAX_STEP = 10**18 - 1  # 18 digits: a key with more is not recognised
 _BLOCK_LISTS = "block_digests"
+_METADATA = "metadata.json"
 
 
 def check_step(step: int) -> int:
@@ -77,7 +78,7 @@ class CheckpointKeys:
 
     def make_metadata_key(self, step: int) -> str:
         """Return the key of a step's metadata. A checkpoint without metadata is incomplete."""
-        return f"{self.make_folder_prefix(step)}metadata.json"
+        return f"{self.make_folder_prefix(step)}{_METADATA}"
 
     def make_shares_prefix(self, step: int, attempt: str, number: int) -> str:
         """Return the prefix of the ranks' shares of a step in one save of an attempt."""
@@ -144,6 +145,14 @@ def parse_part_digest(key: str) -> str:
     """Return the digest in the key of a checkpoint's part, of any job; empty for other keys."""
     found = _parse_part(key)
     return found[2] if found else ""
+
+
+def is_metadata_key(key: str) -> bool:
+    """Decide whether a key is that of the metadata of a checkpoint, of any job."""
+    match = CHECKPOINT_KEY.fullmatch(key)
+    return match is not None and key == (
+        f"{match['scope']}/{CHECKPOINTS}/step_{match['number']}/{_METADATA}"
+    )
 
 
 def find_block_list_key(key: str) -> str:

@@ -18,7 +18,8 @@ from millrace.cleanup import (
     object_copier,
 )
 from millrace.cli import main
-from millrace.storage import Store, StoreSpec, list_uploads, open_store, put, read
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.storage import Stat, Store, StoreSpec, list_uploads, open_store, put, read
 from tests.support.fork_server import get_fork_server
 
 
@@ -61,6 +62,29 @@ def test_files_that_no_store_of_a_folder_can_read_are_failures(source: Path, tar
     assert list_files(target) == {"a/plain": b"plain"}
     assert copy(source, target, "--match", "*plain")[0] == 0
     assert copy(source, target, "--exclude", "other", "--exclude", "*/Invoice*")[0] == 0
+
+
+def test_the_metadata_of_checkpoints_is_copied_after_all_files(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(source.as_uri())
+    steps = [CheckpointKeys("runs/one").make_folder_prefix(step) for step in (1, 2)]
+    files = [f"{folder}parts/{number}" for folder in steps for number in range(50)]
+    metadata = [f"{folder}metadata.json" for folder in steps]
+    for key in (*files, *metadata, "zebra"):
+        put(store, key, key.encode())
+    found: list[set[str]] = []
+    copy_one = object_copier.ObjectCopier.copy
+
+    def watch(copier: Any, stat: Stat, there: Stat | None) -> CopyOutcome:
+        if stat.key in metadata:
+            found.append(list_files(target).keys() - metadata)
+        return copy_one(copier, stat, there)
+
+    monkeypatch.setattr(object_copier.ObjectCopier, "copy", watch)
+    copy_objects(store, open_store(target.as_uri()))
+    assert found == [{*files, "zebra"}] * 2
+    assert list_files(target) == list_files(source)
 
 
 def test_partial_files_of_named_objects_fail_no_copy(source: Path, target: Path) -> None:
