@@ -150,28 +150,70 @@ def _try_stat(path: str) -> os.stat_result | None:
         _raise_unlistable(error)
 
 
-def _is_first_visit(folder: str, seen: set[tuple[int, int]]) -> bool:
-    """Return whether a folder is visited for the first time, since links may form a cycle."""
-    found = _try_stat(folder)
-    if found is None:
-        return False
-    identity = found.st_dev, found.st_ino
-    if identity in seen:
-        return False
-    seen.add(identity)
-    return True
-
-
 def _walk_folder(folder: str, patterns: Patterns) -> Iterator[tuple[str, int, str]]:
-    seen: set[tuple[int, int]] = set()
-    _is_first_visit(folder, seen)  # a link may lead to the folder itself
-    for parent, folders, names in os.walk(folder, onerror=_raise_unlistable, followlinks=True):
-        folders[:] = sorted(name for name in folders if _is_first_visit(f"{parent}/{name}", seen))
-        below = os.path.relpath(parent, folder)
-        for name in names:
-            path = name if below == "." else f"{below}/{name}"
-            if not patterns.matches(path):
+    """Yield each file that matches patterns, by one of its paths. Also follows links to folders.
+
+    A folder may have several paths. They are visited in this order: the path without links, then
+    links in the order of their names, then links that were found behind links. A file is yielded by
+    the first of them that matches. A folder is not visited below itself, and links in it are
+    followed from its first path only: so the visits end.
+    """
+    visited: dict[tuple[int, int], list[str]] = {}
+    links = [""]
+    while links:
+        pending = sorted(links, reverse=True)
+        links.clear()
+        while pending:
+            prefix = pending.pop()
+            parent = f"{folder}/{prefix}".removesuffix("/")
+            earlier = visited.setdefault(_identify(parent), [])
+            if any(map(prefix.startswith, earlier)):
                 continue
-            found = _try_stat(f"{parent}/{name}")
-            if found is not None and stat.S_ISREG(found.st_mode):
-                yield path, found.st_size, make_local_etag(found)
+            folders: list[str] = []
+            for name, is_folder, is_link in _list_folder(parent):
+                if is_folder and not is_link:
+                    folders.append(f"{prefix}{name}/")
+                elif is_folder and not earlier:
+                    links.append(f"{prefix}{name}/")
+                elif not is_folder and _is_first_match(name, prefix, earlier, patterns):
+                    found = _try_stat(f"{parent}/{name}")
+                    if found is not None and stat.S_ISREG(found.st_mode):
+                        yield f"{prefix}{name}", found.st_size, make_local_etag(found)
+            earlier.append(prefix)
+            pending += sorted(folders, reverse=True)
+
+
+def _identify(folder: str) -> tuple[int, int]:
+    try:
+        found = os.stat(folder)  # noqa: PTH116 - as above
+    except OSError as error:
+        _raise_unlistable(error)
+    return found.st_dev, found.st_ino
+
+
+def _list_folder(folder: str) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the name of each entry, and whether the entry is or leads to a folder, and is a link.
+
+    Raises:
+        MillraceError: The folder cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                yield entry.name, _is_folder(entry), entry.is_symlink()
+    except OSError as error:
+        _raise_unlistable(error)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link that cannot be followed, which `_try_stat` explains
+
+
+def _is_first_match(name: str, prefix: str, earlier: list[str], patterns: Patterns) -> bool:
+    """Decide whether a file matches by this path of its folder, and by no earlier path."""
+    return patterns.matches(f"{prefix}{name}") and not any(
+        patterns.matches(f"{one}{name}") for one in earlier
+    )

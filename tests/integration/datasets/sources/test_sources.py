@@ -26,6 +26,8 @@ from millrace.datasets.sources import (
     open_source,
     partition_source,
 )
+from millrace.datasets.sources.files import Patterns, list_files
+from millrace.datasets.sources.table import unpack_row
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec, create, delete, open_store, put
@@ -318,6 +320,62 @@ def test_linked_folders_are_followed_once(tmp_path):
     store = open_store((tmp_path / "source").as_uri())
     _, _, rows = rows_of(SourceSettings(kind=SourceKind.FILES), store)
     assert [row.key for row in rows["train"]] == ["link/a"]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "paths"),
+    [
+        (["*"], [], ["other/a.txt", "v1/sub/b.txt"]),
+        (["*"], ["latest/*"], ["other/a.txt", "v1/sub/b.txt"]),
+        (["*"], ["v1/*"], ["latest/sub/b.txt", "other/a.txt"]),
+        (["v1/*"], [], ["v1/sub/b.txt"]),
+        (["latest/*"], [], ["latest/sub/b.txt"]),
+        (["latest/*", "v1/*"], [], ["v1/sub/b.txt"]),
+        (["newest/*"], [], ["newest/sub/b.txt"]),
+    ],
+)
+def test_a_folder_with_several_paths_is_read_by_the_first_that_matches(
+    tmp_path, include, exclude, paths
+):
+    for path in ("other/a.txt", "v1/sub/b.txt"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("1")
+    for link in ("newest", "latest"):
+        (tmp_path / link).symlink_to("v1")
+    files = open_files(StoreSpec(url=tmp_path.as_uri()))
+    assert [file.path for file in _list(files, include, exclude)] == paths
+
+
+@pytest.mark.parametrize(
+    ("exclude", "paths"),
+    [([], ["a/x.txt"]), (["a/*"], ["b/x.txt"]), (["a/*", "b/*"], ["c/again/x.txt"])],
+)
+def test_a_folder_elsewhere_is_read_by_the_first_link_that_matches(tmp_path, exclude, paths):
+    elsewhere, source = tmp_path / "elsewhere", tmp_path / "source"
+    for folder in (elsewhere, source / "c"):
+        folder.mkdir(parents=True)
+    (elsewhere / "x.txt").write_text("1")
+    (elsewhere / "round").symlink_to(elsewhere)
+    for link in ("c/again", "b", "a"):
+        (source / link).symlink_to(elsewhere)
+    files = open_files(StoreSpec(url=source.as_uri()))
+    assert [file.path for file in _list(files, ["*"], exclude)] == paths
+
+
+def test_folders_that_all_link_to_each_other_are_read_once(tmp_path):
+    names = [f"{number:02d}" for number in range(30)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("1")
+    for name in names:
+        for other in names:
+            (tmp_path / name / f"to-{other}").symlink_to(tmp_path / other)
+    files = open_files(StoreSpec(url=tmp_path.as_uri()))
+    assert [file.path for file in _list(files, ["*"], [])] == [f"{name}/a.txt" for name in names]
+
+
+def _list(files, include, exclude):
+    return [unpack_row(row) for row in list_files(files, Patterns(include, exclude)).rows]
 
 
 @pytest.mark.parametrize(("link", "target"), [("latest", "."), ("sub/up", "..")])
