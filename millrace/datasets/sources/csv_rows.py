@@ -41,6 +41,7 @@ _CONCURRENCY = 16  # concurrent reads of headers
 _HEADER_BYTES = 64 << 10  # bytes of a file that are read at a time for its header
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
 _BOM = b"\xef\xbb\xbf"
+_QUOTED = re.compile(rb'"[^"]*+"')
 
 
 class CsvSource:
@@ -100,6 +101,8 @@ class CsvSource:
         if cursor >= end:
             return
         names = self._read_header(source_range)
+        if self._header is not None and cursor <= source_range.start:
+            self._read_first_row(source_range)  # which checks the line ends
         parser = RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
         sections = self._text.iterate_sections(source_range, cursor, from_start=True)
         is_header = self._header is None and cursor <= source_range.start
@@ -131,13 +134,9 @@ class CsvSource:
         path, names = source_range.file.path, self._header
         url = self._files.make_url(path)
         if names is None:
-            first: TextRange = replace(source_range, start=0)
-            sections = self._text.iterate_sections(first, 0, block=_HEADER_BYTES)
-            delimiter = self._find_delimiter(path)
-            lines = cast("Iterator[Line]", _split_rows(sections, path, delimiter))
-            row = next((row for *_, [row] in lines if row), b"")
+            row = self._read_first_row(source_range)
             try:
-                names = split_row(decode_row(row), delimiter, 1 << 20)
+                names = split_row(decode_row(row), self._find_delimiter(path), 1 << 20)
             except BadValuesError as error:
                 raise errors.ConfigurationError(
                     f"{url}: its first row cannot be read ({error}). Correct the file, or leave it "
@@ -157,6 +156,25 @@ class CsvSource:
                     "`columns`, `delimiter` or `header`, or leave the file out with `exclude`."
                 )
         return names
+
+    def _read_first_row(self, source_range: TextRange) -> bytes:
+        """Return the first row of a file; no bytes if the file has none.
+
+        Raises:
+            ConfigurationError: Its lines end in carriage returns, so that all rows would be one.
+        """
+        path = source_range.file.path
+        first: TextRange = replace(source_range, start=0)
+        sections = self._text.iterate_sections(first, 0, block=_HEADER_BYTES)
+        lines = cast("Iterator[Line]", _split_rows(sections, path, self._find_delimiter(path)))
+        row = next((row for *_, [row] in lines if row), b"")
+        if b"\r" in _QUOTED.sub(b"", row):
+            raise errors.ConfigurationError(
+                f"{self._files.make_url(path)}: its first row has a carriage return that is "
+                "neither in quotes nor before the newline. Convert its line ends to newlines, for "
+                "example by `tr '\\r' '\\n'`, or leave the file out with `exclude`."
+            )
+        return row
 
     def _find_delimiter(self, path: str) -> str:
         if self._delimiter is not None:

@@ -147,6 +147,23 @@ def test_files_without_a_header_have_the_columns_of_the_settings():
     assert [row.fields["txt"] for row in rows] == [b"one", b"two"]
 
 
+def test_a_carriage_return_in_quotes_ends_no_row():
+    store = make_memory()
+    put(store, "a.csv", b'"the\rid",text\r\n1,one\r\n"2\r",two\r')
+    rows = read_rows(store, columns={"id": "the\rid", "txt": "text"})
+    assert [row.fields for row in rows] == [
+        {"id": b"1", "txt": b"one"}, {"id": b"2\r", "txt": b"two"}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [["text"], ["id", "text"]])
+def test_a_file_whose_lines_end_in_carriage_returns_is_refused_without_a_header(names):
+    store = make_memory()
+    put(store, "a.csv", b"1,one\r2,two\r")
+    with pytest.raises(errors.ConfigurationError, match="its first row has a carriage return"):
+        read_rows(store, header=names, columns={"txt": "text"})
+
+
 @pytest.mark.parametrize("extension", list(COMPRESS))
 @pytest.mark.parametrize(
     ("body", "said"),
@@ -155,6 +172,10 @@ def test_files_without_a_header_have_the_columns_of_the_settings():
         (b"id,text,id\n1,2,3\n", r"several columns 'id'\. Rename them"),
         (b'"id\n1,2\n', r"its first row cannot be read \(a quote is not closed"),
         (b"\xff\xfei\0d\0\n", r"its first row cannot be read \(not UTF-8\)"),
+        (b"id,text\r1,one\r2,two\r", r"a\.csv.*: its first row has a carriage return.*exclude"),
+        (b'"id","text"\r"1","one"\r', "its first row has a carriage return"),
+        (b'id,text\r1,"one\r\n"\r2,two\n', "its first row has a carriage return"),
+        (b"id,text\r\r\n1,one\r\r\n", "its first row has a carriage return"),
     ],
 )
 def test_a_file_without_the_columns_is_refused_before_the_run(extension, body, said):
