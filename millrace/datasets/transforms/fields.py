@@ -1,22 +1,36 @@
 """Conversion between the bytes of a sample's fields and the values that a function works with.
 
-The extension of a field decides its type, by the rules of webdataset's decoder and writer.
+The declared type of a field, or else its extension, decides the type of its values. Extensions
+decide by the rules of webdataset's decoder and writer.
 """
 
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from millrace.datasets.field_names import KEY, BadFieldError, check_distinct, check_field_name
 from millrace.datasets.formats.base import FieldType, guess_type, read_field
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import LargeFile, Sample
+
+_INTEGER = re.compile(rb"-?[0-9]+")
+_PLAIN_INTEGER = re.compile(rb"-?(?:0|[1-9][0-9]*)")  # as it is written again
+_SPACES = b" \t\r\n"
+NO_TYPES: Mapping[str, str] = MappingProxyType({})
+"""Types of the fields of a dataset that declares none."""
 
 
-def decode_fields(sample: Sample) -> dict[str, Any]:
+def decode_fields(sample: Sample, types: Mapping[str, str] = NO_TYPES) -> dict[str, Any]:
     """Return the values of a sample's fields, and its key as ``__key__``. Large files are read.
 
-    The extension of a field decides its type (`guess_type`). Most fields stay bytes.
+    A field that is declared as text or bytes is so. The extension of any other field decides its
+    type (`guess_type`). Most fields stay bytes. A field with the extension of an integer, such as
+    ``id``, is text if it is not declared as ``int``, and is no plain integer, such as ``007``.
+
+    Args:
+        sample: The sample.
+        types: Declared types of fields, by their names.
 
     Raises:
         BadFieldError: The bytes of a field are not of its type.
@@ -24,12 +38,12 @@ def decode_fields(sample: Sample) -> dict[str, Any]:
     """
     values: dict[str, Any] = {KEY: sample.key}
     for name, data in sample.fields.items():
-        values[name] = _decode_field(name, read_field(data))
+        values[name] = _decode_field(name, read_field(data), types)
     return values
 
 
-def _decode_field(name: str, data: bytes) -> Any:
-    kind = guess_type(name)
+def _decode_field(name: str, data: bytes, types: Mapping[str, str]) -> Any:
+    kind = _decide_type(name, types)
     try:
         match kind:
             case FieldType.STR:
@@ -37,7 +51,7 @@ def _decode_field(name: str, data: bytes) -> Any:
             case FieldType.JSON:
                 return json.loads(data)  # exact also for integers of more than 64 bits
             case FieldType.INT:
-                return int(data)
+                return _decode_integer(data, is_declared=types.get(name) == FieldType.INT)
             case _:
                 return data
     except (ValueError, RecursionError):
@@ -45,11 +59,44 @@ def _decode_field(name: str, data: bytes) -> Any:
         raise BadFieldError(f"the field {name!r} is no valid {expected}") from None
 
 
-def encode_fields(values: Mapping[Any, Any]) -> dict[str, bytes]:
+def _decode_integer(data: bytes, *, is_declared: bool) -> int | str:
+    """Return the integer of a field, which spaces may surround.
+
+    Without a declaration, an integer with leading zeros and anything else is returned as text.
+    """
+    digits = data.strip(_SPACES)
+    if _PLAIN_INTEGER.fullmatch(digits) or (is_declared and _INTEGER.fullmatch(digits)):
+        return int(digits)
+    if is_declared:
+        raise ValueError("no integer")
+    return data.decode()
+
+
+def _decide_type(name: str, types: Mapping[str, str]) -> FieldType:
+    """Return the type of a field's values within a function.
+
+    Other declared types are those of the result: the function may make them of any bytes.
+    """
+    declared = types.get(name)
+    if declared in {FieldType.STR, FieldType.BYTES}:
+        return FieldType(declared)
+    return guess_type(name)
+
+
+def encode_fields(
+    values: Mapping[Any, Any],
+    types: Mapping[str, str] = NO_TYPES,
+    original: Mapping[str, bytes | LargeFile] = MappingProxyType({}),
+) -> dict[str, bytes]:
     """Return the bytes of values by their names. The key ``__key__`` is left out.
 
     Bytes stay as they are. Text is encoded in UTF-8, and JSON in a ``json`` field. Numbers, lists
-    and dicts are encoded as JSON.
+    and dicts are encoded as JSON. An integer that did not change keeps its bytes.
+
+    Args:
+        values: Values by the names of their fields.
+        types: Declared types of fields, by their names.
+        original: Fields of the sample that the values were made of.
 
     Raises:
         BadFieldError: There is no field, or a name or a value cannot be written.
@@ -61,17 +108,25 @@ def encode_fields(values: Mapping[Any, Any]) -> dict[str, bytes]:
         if not isinstance(name, str):
             raise BadFieldError(f"the name of a field is not text but {type(name).__name__}")
         check_field_name(name)
-        fields[name] = _encode_value(name, value)
+        before = original.get(name)
+        if (
+            type(value) is int
+            and isinstance(before, bytes)
+            and _decode_field(name, before, types) == value
+        ):
+            fields[name] = before
+        else:
+            fields[name] = _encode_value(name, value, types)
     if not fields:
         raise BadFieldError("a sample without fields cannot be written")
     check_distinct(fields)
     return fields
 
 
-def _encode_value(name: str, value: Any) -> bytes:
+def _encode_value(name: str, value: Any, types: Mapping[str, str]) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(cast("bytes", value))
-    is_json = guess_type(name) is FieldType.JSON
+    is_json = _decide_type(name, types) is FieldType.JSON
     try:
         if isinstance(value, str) and not is_json:
             return value.encode()

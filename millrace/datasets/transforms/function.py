@@ -17,6 +17,7 @@ from millrace.datasets.sample import Row, Sample, explain_result
 from millrace.datasets.transforms.base import make_bad_row
 from millrace.datasets.transforms.fields import (
     KEY,
+    NO_TYPES,
     BadFieldError,
     decode_fields,
     encode_fields,
@@ -66,6 +67,7 @@ class FunctionTransform:
         function: The function.
         name: Name of the function, for messages.
         seed: Seed of the dataset.
+        types: Declared types of the fields that it takes and returns, by their names.
 
     Raises:
         ConfigurationError: The function cannot be called with one or two arguments.
@@ -73,8 +75,14 @@ class FunctionTransform:
 
     batch_rows = 1
 
-    def __init__(self, function: Callable[..., Any], name: str, seed: int | None) -> None:
-        self._function, self._name, self._seed = function, name, seed
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        seed: int | None,
+        types: Mapping[str, str] = NO_TYPES,
+    ) -> None:
+        self._function, self._name, self._seed, self._types = function, name, seed, types
         self._takes_random = _count_arguments(function, name) > 1
 
     def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
@@ -87,7 +95,7 @@ class FunctionTransform:
 
     def _apply_to_one(self, sample: Sample) -> list[Row]:
         try:
-            values = decode_fields(sample)
+            values = decode_fields(sample, self._types)
         except BadFieldError as error:
             return [make_bad_row(sample, str(error))]
         try:
@@ -129,7 +137,7 @@ class FunctionTransform:
             reason = f"{self._name} changed {KEY}, which is made by Millrace: leave it as it is"
             return make_bad_row(sample, reason)
         try:
-            fields = encode_fields(values)
+            fields = encode_fields(values, self._types, sample.fields)
         except BadFieldError as error:
             return make_bad_row(sample, f"{self._name}: {error}")
         return Sample(make_part_key(sample.key, number), fields, sample.next_cursor)

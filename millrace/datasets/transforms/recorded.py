@@ -5,7 +5,7 @@ dataset, so a worker on another machine runs the same bytes. Code is run only if
 from the settings or from a file of this machine, never because an object of the dataset has it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from millrace.datasets.sources import (
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms.base import Packing, SampleTransform
+from millrace.datasets.transforms.fields import NO_TYPES
 from millrace.datasets.transforms.function import (
     FunctionTransform,
     load_from_bytes,
@@ -49,7 +50,7 @@ from millrace.records import JsonObject
 from millrace.schemas.dataset import SourceRecord
 from millrace.storage import Store, StoreSpec, open_store, read
 
-_VERSION = "1"  # changes whenever the code of this package makes other samples of the same rows
+_VERSION = "2"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_TOKENIZERS = 4  # tokenizers that a process keeps
@@ -101,7 +102,7 @@ def record_transforms(
     reader = _FileReader(keys, dataset_store, allow_private=allow_private)
     steps = [_describe_step(step, reader) for step in settings]
     record = {"version": _VERSION, "seed": seed, "steps": steps}
-    _open_chain(record, reader.objects.__getitem__)  # checks functions and tokenizers
+    _open_chain(record, reader.objects.__getitem__, NO_TYPES)  # checks functions and tokenizers
     return RecordedTransforms(record, reader.objects)
 
 
@@ -168,19 +169,26 @@ def read_tokenizer(
     return body
 
 
-def open_transforms(record: JsonObject, dataset_store: Store) -> TransformChain:
+def open_transforms(
+    record: JsonObject, dataset_store: Store, types: Mapping[str, str] = NO_TYPES
+) -> TransformChain:
     """Return the transforms that a plan describes, with the bytes that the dataset has.
 
     Args:
         record: Description of the transforms; empty without transforms.
         dataset_store: Store of the dataset.
+        types: Declared types of the fields after the transforms, by their names.
 
     Raises:
         ConfigurationError: A function or a library of this machine is not that of the plan.
         CorruptError: An object of the dataset does not have the digest of the plan.
         NotFoundError: An object of the dataset is gone.
     """
-    return _open_chain(record, lambda key: read(dataset_store, key, max_size=_MAX_TOKENIZER_BYTES))
+
+    def read_object(key: str) -> bytes:
+        return read(dataset_store, key, max_size=_MAX_TOKENIZER_BYTES)
+
+    return _open_chain(record, read_object, types)
 
 
 def list_transform_changes(committed: JsonObject, proposed: JsonObject) -> list[str]:
@@ -326,12 +334,15 @@ def _describe_modules(digests: dict[str, str]) -> JsonObject:
     return {"modules": digests} if digests else {}
 
 
-def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> TransformChain:
+def _open_chain(
+    record: JsonObject, read_object: Callable[[str], bytes], types: Mapping[str, str]
+) -> TransformChain:
     """Return the transforms of a description.
 
     Args:
         record: Description of the transforms; empty without transforms.
         read_object: Function that returns the object with a key.
+        types: Declared types of the fields after the transforms, by their names.
 
     Raises:
         ConfigurationError: A function or a library of this machine is not that of the description,
@@ -345,11 +356,12 @@ def _open_chain(record: JsonObject, read_object: Callable[[str], bytes]) -> Tran
         )
     transforms: list[SampleTransform] = []
     packing = None
-    for step in cast("list[JsonObject]", record.get("steps", [])):
+    steps = cast("list[JsonObject]", record.get("steps", []))
+    for step, types_there in zip(steps, _trace_types(steps, types), strict=True):
         body = _read_verified(step, read_object)
         match step["kind"]:
             case "function":
-                transforms.append(_open_function(step, body, record["seed"]))
+                transforms.append(_open_function(step, body, record["seed"], types_there))
             case "tokenize":
                 transform, packing = _open_tokenize(step, body)
                 transforms.append(transform)
@@ -384,15 +396,37 @@ def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> byt
     return body
 
 
-def _open_function(step: JsonObject, body: bytes, seed: int | None) -> FunctionTransform:
+def _trace_types(
+    steps: Sequence[JsonObject], types: Mapping[str, str]
+) -> Iterable[Mapping[str, str]]:
+    """Return the types of the fields at each step, by the names that they have there.
+
+    Args:
+        steps: Descriptions of the transforms.
+        types: Declared types of the fields after the last one, by their names.
+    """
+    found: list[Mapping[str, str]] = []
+    for step in reversed(steps):
+        if step["kind"] == "rename":
+            renamed: dict[str, str] = step["fields"]
+            kept = {name: kind for name, kind in types.items() if name not in renamed.values()}
+            types = kept | {old: types[new] for old, new in renamed.items() if new in types}
+        found.append(types)
+    return reversed(found)
+
+
+def _open_function(
+    step: JsonObject, body: bytes, seed: int | None, types: Mapping[str, str]
+) -> FunctionTransform:
     check_imports(step.get("modules", {}))
     if "object" in step:
         name = step["function"]
-        return FunctionTransform(load_from_bytes(body, name, "The file of a transform"), name, seed)
+        function = load_from_bytes(body, name, "The file of a transform")
+        return FunctionTransform(function, name, seed, types)
     settings = FunctionSettings(function=step["function"])
     function, digest = load_installed(settings.module, settings.name)
     _check_digest(f"The module {settings.module}", digest, step["digest"])
-    return FunctionTransform(function, settings.name, seed)
+    return FunctionTransform(function, settings.name, seed, types)
 
 
 def _open_tokenize(step: JsonObject, body: bytes) -> tuple[SampleTransform, Packing | None]:
@@ -443,7 +477,7 @@ def open_transformed_source(
         downloads=downloads,
         allow_private=allow_private,
     )
-    chain = open_transforms(record.settings.get("transforms", {}), dataset_store)
+    chain = open_transforms(record.settings.get("transforms", {}), dataset_store, types)
     return TransformedSource(source, chain, None if _makes_json(record) else JsonCheck(types))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from millrace import PipelineSettings, errors, shard_dataset
@@ -274,3 +275,31 @@ def test_garbage_collection_keeps_the_objects_of_the_plan(folder):
     keys = [planned.stat.key for planned in found.objects]
     assert orphan in keys
     assert kept not in keys
+
+
+@pytest.mark.parametrize("formats", [["webdataset"], ["webdataset", "parquet"]])
+def test_identifiers_pass_a_function_unchanged(tmp_path, formats):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.csv").write_text("sku,text\n007,one\n0012,two\nA-5,three\n13,four\n")
+    (tmp_path / "same.py").write_text("def same(sample):\n    return sample\n")
+    types = {"id": "str", "txt": "str"} if "parquet" in formats else {}
+    function = {"kind": "function", "function": f"{tmp_path}/same.py:same"}
+    settings = PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {
+                "url": f"file://{tmp_path}/source",
+                "kind": "csv",
+                "columns": {"id": "sku", "txt": "text"},
+            },
+            "store": {"url": f"file://{tmp_path}/store"},
+            "sharding": {"formats": formats, "types": types, "transforms": [function]},
+            "execution": {"workers": 0, "max_quarantined": 0},
+        }
+    )
+    assert shard_dataset(settings).samples == 4
+    ids = [fields["id"] for fields in read_samples(settings).values()]
+    assert ids == [b"007", b"0012", b"A-5", b"13"]
+    if "parquet" in formats:
+        (shard,) = (tmp_path / "store/d/shards/parquet/train").glob("*.parquet")
+        assert parquet.read_table(shard)["id"].to_pylist() == ["007", "0012", "A-5", "13"]

@@ -20,7 +20,12 @@ from millrace import errors
 from millrace.datasets.field_names import BadFieldError
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sample import BadRow, LargeFile, Sample
-from millrace.datasets.transforms.fields import decode_fields, encode_fields, make_part_key
+from millrace.datasets.transforms.fields import (
+    NO_TYPES,
+    decode_fields,
+    encode_fields,
+    make_part_key,
+)
 from millrace.datasets.transforms.function import (
     FunctionTransform,
     load_from_bytes,
@@ -29,10 +34,10 @@ from millrace.datasets.transforms.function import (
 from tests.support.examples import scale_examples
 
 
-def transform(function, fields=None, *, key="00000-0000000000007", seed=0):
+def transform(function, fields=None, *, key="00000-0000000000007", seed=0, types=NO_TYPES):
     """Return the rows that a function makes of one sample."""
     sample = Sample(key, {"txt": b"the fox"} if fields is None else fields, 9)
-    (rows,) = FunctionTransform(function, "clean", seed).apply([sample])
+    (rows,) = FunctionTransform(function, "clean", seed, types).apply([sample])
     return rows
 
 
@@ -56,6 +61,66 @@ def test_a_function_gets_a_dict_of_values_by_the_types_of_webdataset():
             "v1.TXT": "capital",
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "declared", "value"),
+    [
+        ("id", b"7", None, 7),
+        ("id", b"-7", None, -7),
+        ("id", b" 7\r\n", None, 7),
+        ("id", b"007", None, "007"),
+        ("id", b"-0", None, 0),
+        ("id", b"1_000", None, "1_000"),
+        ("id", b"+5", None, "+5"),
+        ("id", b"", None, ""),
+        ("cls", b"A-5", None, "A-5"),
+        ("id", b"7", "str", "7"),
+        ("id", b"A-5", "str", "A-5"),
+        ("id", b"\xff", "bytes", b"\xff"),
+        ("id", b"007", "int", 7),
+        ("id", b"1.50", "float", "1.50"),
+        ("txt", b"\xff", "bytes", b"\xff"),
+        ("json", b"{'a'", "str", "{'a'"),
+        ("caption", "\u00e9".encode(), "str", "\u00e9"),
+        ("label", b"cat", "int", b"cat"),
+        ("label", b"{}", "json", b"{}"),
+    ],
+)
+def test_a_value_that_a_function_does_not_change_keeps_its_bytes(name, data, declared, value):
+    seen = []
+
+    def keep(sample):
+        seen.append(sample[name])
+        return sample
+
+    (row,) = transform(keep, {name: data}, types={name: declared} if declared else NO_TYPES)
+    assert row.fields == {name: data}
+    assert seen == [value]
+
+
+def test_an_integer_that_a_function_changes_is_written_plainly():
+    def add(sample):
+        return {"id": sample["id"] + 1, "cls": sample["id"]}
+
+    (row,) = transform(add, {"id": b"007\n", "cls": b"007"}, types={"id": "int", "cls": "str"})
+    assert row.fields == {"id": b"8", "cls": b"7"}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "declared", "reason"),
+    [
+        ("id", b"A-5", "int", "the field 'id' is no valid integer"),
+        ("id", b"1_000", "int", "the field 'id' is no valid integer"),
+        ("id", b"\xff", None, "the field 'id' is no valid integer"),
+        ("caption", b"\xff", "str", "the field 'caption' is no valid text in UTF-8"),
+    ],
+)
+def test_a_field_that_is_not_of_its_type_is_quarantined(name, data, declared, reason):
+    types = {name: declared} if declared else NO_TYPES
+    (row,) = transform(lambda sample: sample, {name: data}, types=types)
+    assert isinstance(row, BadRow)
+    assert row.reason == reason
 
 
 JSON = st.recursive(
@@ -267,7 +332,7 @@ def test_code_that_exits_when_it_is_loaded_is_refused_with_a_sentence(tmp_path, 
         ({"txt": b"\xff"}, "the field 'txt' is no valid text in UTF-8"),
         ({"json": b"{"}, "the field 'json' is no valid JSON"),
         ({"json": b"[" * 100_000}, "the field 'json' is no valid JSON"),
-        ({"cls": b"cat"}, "the field 'cls' is no valid integer"),
+        ({"cls": b"\xff"}, "the field 'cls' is no valid integer"),
     ],
 )
 def test_a_field_of_another_type_is_quarantined_before_the_function_is_called(fields, reason):

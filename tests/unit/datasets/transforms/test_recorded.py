@@ -82,6 +82,25 @@ def test_a_worker_runs_the_bytes_of_the_plan_when_the_files_are_gone(files, stor
     assert all(DATASET_KEY.fullmatch(key) for key in committed.objects)
 
 
+def test_a_function_gets_each_field_by_the_type_that_it_has_after_later_renames(files, store):
+    (files / "clean.py").write_text(
+        "def clean(sample):\n    return {**sample, 'x': repr(sample)}\n"
+    )
+    function = FunctionSettings(function=f"{files / 'clean.py'}:clean")
+    steps = [function, RenameSettings(fields={"id": "sku", "count": "id"})]
+    committed = store_transforms(steps, store)
+    chain = open_transforms(committed.record, store, {"sku": "str", "id": "int"})
+    rows = [Sample("k", {"id": b"7", "count": b"007", "cls": b"7"}, 1)]
+    for transform in chain.transforms:
+        rows = [row for rows in transform.apply(rows) for row in rows]
+    assert rows[0].fields == {
+        "sku": b"7",
+        "id": b"007",
+        "cls": b"7",
+        "x": b"{'__key__': 'k', 'id': '7', 'count': 7, 'cls': 7}",
+    }
+
+
 def test_the_description_does_not_depend_on_the_folder_of_the_files(files, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     for name in ("clean.py", "tokenizer.json"):
