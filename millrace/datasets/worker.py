@@ -181,12 +181,31 @@ class _DriverConnection:
         acknowledged.wait()
 
 
+def _open_pipes(outgoing: int) -> tuple[IO[bytes], IO[bytes]]:
+    """Open the pipes to the driver, and keep them from the processes that this one starts.
+
+    A thread reads the incoming one all the time, and so holds the lock of its file. A forked
+    process closes `sys.stdin`, which needs this lock, so `sys.stdin` becomes an empty file. A
+    process with the outgoing one would keep the driver from seeing the end of this process.
+    """
+    pipes = os.dup(sys.stdin.fileno()), os.dup(outgoing)  # not inheritable, as the originals are
+    os.close(outgoing)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, sys.stdin.fileno())
+
+    def close_in_child() -> None:
+        for pipe in pipes:
+            os.dup2(empty, pipe, inheritable=False)  # no other file gets the number of the pipe
+
+    os.register_at_fork(after_in_child=close_in_child)
+    return os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb")
+
+
 def main() -> None:
     """Serve a driver until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops its workers
     keep_freed_memory()
-    outgoing = os.fdopen(int(sys.argv[1]), "wb")  # not stdout: a library may print there
-    driver = _DriverConnection(sys.stdin.buffer, outgoing)
+    driver = _DriverConnection(*_open_pipes(int(sys.argv[1])))  # not stdout: libraries print there
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
         driver.ready.acquire()

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import random
 import tarfile
 from datetime import timedelta
@@ -203,6 +204,60 @@ def test_a_worker_process_makes_the_same_samples_and_quarantines_the_texts_that_
     bad = b"".join(body for key, body in read_objects(here).items() if "/quarantine/" in key)
     assert bad.count(b"split raised ValueError: a text that raises") == 2
     assert bad.count(b"not valid JSON") == 2
+
+
+POOL = """
+import multiprocessing
+
+pool = None
+
+def work(text):
+    return text.upper()
+
+def clean(sample):
+    global pool
+    if pool is None:
+        pool = multiprocessing.get_context("fork").Pool(1)
+    return {"txt": pool.apply(work, (sample["txt"],))}
+"""
+
+
+def test_a_function_may_work_in_forked_processes(folder):
+    (folder / "clean.py").write_text(POOL)
+    function = {"kind": "function", "function": f"{folder}/clean.py:clean"}
+    settings = make_settings(folder, "store", [function], workers=1)
+    assert shard_dataset(settings).samples == 78
+    assert all(fields["txt"].isupper() for fields in read_samples(settings).values())
+
+
+LASTING_CHILD = """
+import os
+import signal
+from pathlib import Path
+
+folder = Path({folder!r})
+
+def clean(sample):
+    if not (folder / "child").exists():
+        (folder / "child").touch()
+        if os.fork() == 0:
+            (folder / "pipe").read_bytes()  # up to the end of the test
+            os._exit(0)
+        if {is_killed}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_does_not_wait_for_a_process_that_a_function_has_forked(folder, is_killed):
+    os.mkfifo(folder / "pipe")
+    code = LASTING_CHILD.format(folder=str(folder), is_killed=is_killed)
+    (folder / "clean.py").write_text(code)
+    function = {"kind": "function", "function": f"{folder}/clean.py:clean"}
+    settings = make_settings(folder, "store", [function], workers=1)
+    assert shard_dataset(settings).samples == 78
+    (folder / "pipe").write_bytes(b"")  # waits for the process, which still reads
 
 
 @pytest.mark.parametrize(
