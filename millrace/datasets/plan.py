@@ -66,7 +66,7 @@ _KIND_VERSIONS = {
     SourceKind.PARQUET.value: _TABLE_VERSIONS,
     SourceKind.HUGGINGFACE.value: _TABLE_VERSIONS,
     SourceKind.CSV.value: {"csv": "1"},
-    SourceKind.WEBDATASET.value: {"tar": "1"},
+    SourceKind.WEBDATASET.value: {"tar": "2"},
     SourceKind.URLS.value: {"urls": "1"},
 }
 

@@ -25,7 +25,7 @@ _FAULTS = {
     b"6": "is a pipe",
     b"S": "is sparse",
 }
-_WITHOUT_DATA = b"12346"
+_WITHOUT_DATA = b"123456"  # whatever their size is, as POSIX says and tarfile reads them
 
 Read = Callable[[int, int], bytes]
 """Function that returns bytes of a file from an offset on: as many as wanted, or up to the end."""
@@ -128,8 +128,10 @@ class TarHeaders:
     ) -> TarMember | None:
         """Return the member of a header, and go to the next header; None for a folder."""
         name, header, data = extension.name, self.position, self.position + TAR_BLOCK
+        own_name = block[:100].partition(b"\0")[0]
+        is_old_folder = kind == b"\0" and own_name.endswith(b"/")  # of a tar of Unix V7
         if name is None:
-            name = block[:100].partition(b"\0")[0]
+            name = own_name
             prefix = block[345:500].partition(b"\0")[0]
             if prefix and block[257:263] == b"ustar\0":
                 name = prefix + b"/" + name
@@ -142,7 +144,7 @@ class TarHeaders:
                 more, data = part[504:505] != b"\0", data + TAR_BLOCK
         if extension.size is not None:
             size = extension.size
-        if kind in _WITHOUT_DATA:
+        if kind in _WITHOUT_DATA or is_old_folder:
             size = 0
         shown = name.decode("utf-8", "surrogateescape")
         if data + size > self.size:

@@ -251,4 +251,4 @@ def store_index(store: Store, source_range: MemberRange, index: bytes) -> None:
 
 
 def _encode_description(file: FileRef, body: bytes) -> bytes:
-    return orjson.dumps(["tar-index-1", file.path, file.size, file.etag, compute_digest(body)])
+    return orjson.dumps(["tar-index-2", file.path, file.size, file.etag, compute_digest(body)])

@@ -48,7 +48,8 @@ def make_tar(members, *, tar_format=tarfile.PAX_FORMAT):
     with tarfile.open(fileobj=body, mode="w", format=tar_format) as tar:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
-                tar.addfile(member, io.BytesIO(bytes(member.size)))
+                is_folder = member.type in {tarfile.DIRTYPE, tarfile.AREGTYPE}
+                tar.addfile(member, None if is_folder else io.BytesIO(bytes(member.size)))
                 continue
             info = tarfile.TarInfo(member[0])
             info.size = len(member[1])
@@ -201,6 +202,19 @@ def test_a_name_twice_in_a_tar_file_costs_its_sample():
             "0.tar, sample a", "two files of one sample have the same extension"
         )  # fmt: skip
         assert good.key == "b"
+
+
+@pytest.mark.parametrize("tar_format", FORMATS)
+def test_a_folder_has_no_data_whatever_its_size_is(tar_format):
+    members = [
+        ("a.txt", b"1"), make_info("folder", tarfile.DIRTYPE, size=1024), ("b.txt", b"2"),
+        make_info("old/", tarfile.AREGTYPE, size=1024), ("c.txt", b"3"), ("d.txt", b"4"),
+    ]  # fmt: skip
+    body = make_tar(members, tar_format=tar_format)
+    rows = show(read_rows(body))
+    assert rows == [("a", {"txt": b"1"}), ("b", {"txt": b"2"}), ("c", {"txt": b"3"}),
+                    ("d", {"txt": b"4"})]  # fmt: skip
+    assert rows == read_by_webdataset(body)
 
 
 def test_members_that_are_no_plain_files_cost_their_samples():
