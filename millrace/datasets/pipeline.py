@@ -203,6 +203,8 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
             check_readme(store, keys)
         begun = check_committed(store, keys, plan, partitioned.objects)
         complete = exists(store, keys.manifest)
+        if begun:
+            plan = plan.model_copy(update={"partitions": begun.partitions})
         if begun and complete:
             check_manifest(store, keys, begun, fetch(store, keys.manifest, Manifest))
         state = "complete" if complete else "begun; the run continues it" if begun else "new"

@@ -1,6 +1,7 @@
 """Make the plan of a dataset, its partitions and layout, and commit the plan once for all runs."""
 
 import contextlib
+import logging
 import time
 from collections import ChainMap
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from millrace.datasets.sources import (
     SourceKind,
     SourceSettings,
     describe_again,
+    is_web_url,
     partition_source,
 )
 from millrace.datasets.sources.files import Patterns, describe_difference, list_files
@@ -53,6 +55,8 @@ from millrace.schemas.dataset import (
     SourceRecord,
 )
 from millrace.storage import Store, create, delete, exists, list_objects, put, read
+
+logger = logging.getLogger(__name__)
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
@@ -182,12 +186,11 @@ def check_committed(
         _check_commits(store, keys, plan)
         return None
     try:
-        _check_same_plan(store, committed, plan, objects)
+        return _adopt_plan(store, keys, committed, plan, objects)
     except (errors.ConflictError, errors.ChangedError):
         if _has_commits(store, keys):
             raise
         return None
-    return committed
 
 
 def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest: Manifest) -> None:
@@ -216,8 +219,8 @@ def commit_plan(
     A different plan is replaced if there are no commits by that plan and no run uses it.
 
     Returns:
-        The committed plan, which all runs use. It has the partitions of the given plan, which are
-        equal, so that only one copy of them stays in memory.
+        The committed plan, which all runs use. If its partitions equal those of the given plan, it
+        has the latter, so that only one copy of them stays in memory.
 
     Raises:
         ConflictError: The dataset was planned with other settings, and the message names the
@@ -235,12 +238,10 @@ def commit_plan(
             _store_objects(store, objects)
             committed = commit_once(store, keys.plan, plan).record
         try:
-            _check_same_plan(store, committed, plan, objects)
+            return _adopt_plan(store, keys, committed, plan, objects)
         except (errors.ConflictError, errors.ChangedError) as difference:
             if not _try_remove_plan(store, keys, committed, progress, difference):
                 raise
-        else:
-            return committed.model_copy(update={"partitions": plan.partitions})
 
 
 def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:
@@ -404,9 +405,52 @@ def _has_commits(store: Store, keys: DatasetKeys) -> bool:
     return next(list_objects(store, keys.commits), None) is not None or exists(store, keys.manifest)
 
 
+def _adopt_plan(
+    store: Store,
+    keys: DatasetKeys,
+    committed: DatasetPlan,
+    proposed: DatasetPlan,
+    objects: Mapping[str, bytes],
+) -> DatasetPlan:
+    """Return the committed plan for a run that proposes the same plan.
+
+    A file of a web server that sends no parts becomes one partition. If this has changed since the
+    dataset was begun, the run uses the committed partitions, since any part can be read.
+
+    Raises:
+        ConflictError, ChangedError: The plans differ.
+    """
+    _check_same_plan(store, committed, proposed, objects)
+    if committed.partitions == proposed.partitions:
+        return committed.model_copy(update={"partitions": proposed.partitions})
+    url = proposed.source.url
+    if not is_web_url(url):
+        raise errors.ConflictError(
+            f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
+            "sources in another way. Finish it with that version, or give this one another name."
+        )
+    if not _has_commits(store, keys):
+        raise errors.ConflictError(
+            f"The dataset {proposed.dataset} was planned while the server of {url} sent parts of "
+            "other files than now. Run it again later, or give this one another name."
+        )
+    logger.warning(
+        "the server of %s sends parts of other files than when %s was planned; the run keeps the "
+        "planned partitions, and may read the bytes before a partition again",
+        url,
+        proposed.dataset,
+    )
+    return committed
+
+
 def _check_same_plan(
     store: Store, committed: DatasetPlan, proposed: DatasetPlan, objects: Mapping[str, bytes]
 ) -> None:
+    """Check that two plans are equal, except for their partitions.
+
+    Raises:
+        ConflictError, ChangedError: The plans differ.
+    """
     differing = [
         f"{name} ({_shorten(a)}, now {_shorten(b)})"
         for name, a, b in _find_field_changes(committed, proposed)
@@ -432,11 +476,6 @@ def _check_same_plan(
     if committed.source.digest != proposed.source.digest:
         new_files = (ref for files in _iterate_files(proposed, objects) for ref in files)
         raise _make_changed_error(store, committed, proposed.source, new_files)
-    if committed.partitions != proposed.partitions:
-        raise errors.ConflictError(
-            f"The dataset {proposed.dataset} was planned by a version of Millrace that divides "
-            "sources in another way. Finish it with that version, or give this one another name."
-        )
 
 
 def check_source(

@@ -131,6 +131,49 @@ def test_compressed_and_csv_files_are_continued_after_a_stop(
         assert max(starts) > len(body) // 2  # the header of a CSV file is read, too
 
 
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_begun_run_keeps_its_partitions_when_the_server_begins_or_ceases_to_send_parts(
+    site, tmp_path, caplog, has_ranges
+):
+    texts = make_texts()
+    site.has_ranges, site.files = has_ranges, {"/data/a.jsonl": make_jsonl(texts)}
+    settings = make_settings(site, tmp_path, workers=0, paths=["a.jsonl"])
+    planned, _ = preflight_dataset(settings)
+    assert (len(planned.partitions) > 4) == has_ranges
+    commits = 0
+
+    def stop(event):
+        nonlocal commits
+        commits += isinstance(event, ShardCommitted)
+        if commits == 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        shard_dataset(settings, progress=stop)
+    site.has_ranges = not has_ranges
+    plan, found = preflight_dataset(settings)
+    assert (plan, found.refusals) == (planned, ())
+    assert "sends parts of other files than when words was planned" in caplog.text
+    assert shard_dataset(settings).samples == len(texts)
+    assert read_texts(Folder(tmp_path / "out")) == Counter(texts)
+    site.has_ranges = has_ranges
+    assert shard_dataset(settings).was_complete
+
+
+def test_a_plan_without_commits_is_made_again_when_the_server_ceases_to_send_parts(site, tmp_path):
+    texts = make_texts()
+    site.files = {"/data/a.jsonl": make_jsonl(texts)}
+    settings = make_settings(site, tmp_path, workers=0, paths=["a.jsonl"])
+    keys, store = DatasetKeys("words"), open_store(settings.store)
+    plan, divided = make_plan(
+        keys, settings.source, settings.source.open_files(), settings.sharding
+    )
+    commit_plan(store, keys, plan, divided.objects)
+    site.has_ranges = False
+    report = shard_dataset(settings)
+    assert (report.samples, report.partitions) == (len(texts), 1)
+
+
 def test_the_url_of_one_file_needs_no_paths(site):
     site.files["/data/a.jsonl"] = b"body"
     spec = StoreSpec(url=site.url + "/data/a.jsonl")
