@@ -78,7 +78,8 @@ class DatasetPlanner:
         """Yield the objects of a dataset with their phases.
 
         In each phase, no remaining record names a deleted object. Without the record of a card, a
-        ``README.md`` is not the dataset's.
+        ``README.md`` is a user's, as is each object in a folder of the dataset without one of its
+        names.
         """
         readme = [keys.readme] if exists(self.store, keys.card) else []
         for phase, prefixes in enumerate(
@@ -99,7 +100,7 @@ class DatasetPlanner:
         ):
             for prefix in prefixes:
                 for stat in list_objects(self.store, prefix):
-                    if prefix.endswith("/") or stat.key == prefix:
+                    if (prefix.endswith("/") or stat.key == prefix) and keys.is_own(stat.key):
                         yield phase, stat
 
     def _iterate_orphans(
@@ -107,7 +108,8 @@ class DatasetPlanner:
     ) -> Iterator[PlanEntry]:
         """Yield the objects that the ledger of a complete dataset does not name.
 
-        An incomplete dataset has none: its run may continue.
+        An incomplete dataset has none: its run may continue. An object without a name of the
+        dataset is a user's.
         """
         try:
             fetch(self.store, keys.manifest, Manifest)
@@ -120,6 +122,8 @@ class DatasetPlanner:
             return
         for prefix in (keys.shards, keys.quarantined, keys.partition_notes, keys.transforms):
             for stat in list_objects(self.store, prefix, exact=True):
+                if not keys.is_own(stat.key):
+                    continue
                 rule_index = self.matcher.find_orphan_rule(
                     CleanupKind.DATASET_ORPHANS, stat, keys.dataset
                 )

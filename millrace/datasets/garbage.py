@@ -21,7 +21,7 @@ from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acq
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
-from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects, marks_folder
+from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects
 
 _LEASE_TIMEOUT = timedelta(seconds=30)
 _LISTED_PER_BATCH = 1000  # leases of partitions: one request, as a batch has 1,000 objects
@@ -153,7 +153,7 @@ class _HeldDataset:
     is_leased: bool
 
     def iterate_unreferenced(self) -> Iterator[Stat]:
-        """Yield the objects that no record names."""
+        """Yield the objects with names of the dataset that no record names."""
         keys = self.keys
         referenced = find_referenced_keys(self.store, keys, self.plan)
         prefixes = [keys.shards, keys.quarantined, keys.partition_notes, keys.transforms]
@@ -169,7 +169,7 @@ class _HeldDataset:
                     or (not is_complete and keys.is_seek_point_or_index(stat.key))
                     or (not is_complete and keys.is_file_digests(stat.key))
                 )
-                if not is_needed and not marks_folder(stat):
+                if not is_needed and keys.is_own(stat.key):
                     yield stat
 
 

@@ -19,6 +19,9 @@ from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import Store, describe_difference, list_objects, marks_folder
 
 _STRAY = "not in the manifest; `millrace dataset collect-garbage` deletes it after an hour"
+_FOREIGN = (
+    "not in the manifest, and its name is not one of the dataset's: move or delete it yourself"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def verify_dataset(
         faults=tuple(faults),
         includes_digests=digests,
         other_faults=tuple(others),
-        strays=tuple(ShardFault(key, _STRAY) for key in strays),
+        strays=tuple(ShardFault(key, _STRAY if keys.is_own(key) else _FOREIGN) for key in strays),
         notes=notes,
     )
 

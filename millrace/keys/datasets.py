@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from millrace.digest import get_hex
 from millrace.errors import ConfigurationError
-from millrace.keys.leases import make_lease_prefix
+from millrace.keys.leases import is_lease_object
 from millrace.keys.names import NAME_PATTERN, RESERVED_FOLDERS, check_name
 
 _PAGE_INDEX = r"_pages/(?P<column>[A-Za-z0-9_]{1,64})-(?P<number>[0-9]{6,18})\.json"
@@ -328,11 +328,12 @@ class DatasetKeys:
     def is_own(self, key: str) -> bool:
         """Decide whether a key is that of an object or of a lease of this dataset.
 
-        Other datasets, and checkpoints of a job with the same name, may also lie below its name.
+        Other datasets, checkpoints of a job with the same name, and files of a user may also lie
+        below its name. Files of a user may lie in its folders, too.
         """
         match = DATASET_KEY.fullmatch(key)
         is_object = match is not None and match["scope"] == self.dataset
-        return is_object or key.startswith(make_lease_prefix(self.dataset))
+        return is_object or is_lease_object(self.dataset, key)
 
     def parse_end(self, key: str) -> str | None:
         """Return the partition whose end record has this key; None for other keys."""

@@ -11,6 +11,7 @@ RUNS = "runs"
 """Folder of the leases of the processes that work on a whole dataset."""
 COLLECTOR = f"{RUNS}/garbage"
 """Name of the lease of the process that collects the garbage of a dataset."""
+_LEASE_OBJECT = re.compile(r".+/[0-9]{6,18}\.(?:json|beat|end)|clock/[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,15 @@ def make_clock_probe_key(scope: str, holder: str) -> str:
 def make_lease_prefix(scope: str) -> str:
     """Return the prefix of all leases of a scope."""
     return f"{scope}/lease/"
+
+
+def is_lease_object(scope: str, key: str) -> bool:
+    """Decide whether a key is that of an object of a lease, or of a probe of the store's clock.
+
+    Files of a user may lie below the prefix of the leases, too.
+    """
+    inside = key.removeprefix(make_lease_prefix(scope))
+    return inside != key and _LEASE_OBJECT.fullmatch(inside) is not None
 
 
 def parse_lease(scope: str, key: str) -> LeaseKeys | None:

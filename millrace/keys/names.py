@@ -6,7 +6,9 @@ from functools import lru_cache
 
 from millrace.errors import ConfigurationError
 
-RESERVED_FOLDERS = frozenset({"shards", "commits", "partitions", "quarantine", "lease"})
+RESERVED_FOLDERS = frozenset(
+    {"shards", "commits", "partitions", "quarantine", "transforms", "lease"}
+)
 """Folders that a dataset has. No part of a dataset's, a job's or a rental's name may equal one."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
 MAX_DEPTH = 16

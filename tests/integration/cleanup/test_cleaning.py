@@ -127,6 +127,8 @@ class Filling:
         for cursor in range(self.dice.randrange(3)):
             prefix = DatasetKeys(name).make_seek_points_prefix(0)
             self.place.put(make_seek_point_key(prefix, cursor), hours=self.draw_hours())
+        for key in (f"transforms/{'0f' * 32}.py", *USERS):
+            self.place.put(f"{name}/{key}", hours=self.draw_hours())
         for key in (DatasetKeys(name).card, DatasetKeys(name).readme):
             if self.dice.random() < 0.5:
                 self.place.put(key, hours=self.draw_hours())
@@ -134,6 +136,18 @@ class Filling:
 
 
 LARGE = b"embedding" * 2**17  # of several blocks
+USERS = (  # what users keep in the folders of a dataset
+    "transforms/lower/plan.json",
+    "transforms/lower/manifest.json",
+    "transforms/lower/shards/webdataset/train/train-00000-000000.tar",
+    "transforms/run/w1/gradient-000000001-w1-v0.2.1.safetensors",
+    "transforms/notes.txt",
+    "shards/webdataset/train/notes.txt",
+    "commits/notes.txt",
+    "partitions/notes.txt",
+    "quarantine/notes.jsonl",
+    "lease/notes.txt",
+)
 OTHERS = (
     f"_probe-{'0f' * 8}",
     f"run/_audit-{'0f' * 8}-put",
@@ -183,7 +197,7 @@ def rules(draw: st.DrawFn) -> Rule:
     if not {CleanupKind.CHECKPOINTS, CleanupKind.DATASETS} & set(what):
         have["suffix"] = draw(st.sampled_from(["", "", ".safetensors", ".tar", "n"]))
     ours = ["", "", "", "run/", "run/w", "exp-1/", "job"]
-    prefixes = ["mine/", "w1"] if CleanupKind.OTHER in what else ours
+    prefixes = ["mine/", "w1", "words/"] if CleanupKind.OTHER in what else ours
     have["prefix"] = draw(st.sampled_from(prefixes))
     have["name"] = draw(st.sampled_from([""] * 9 + ["run", "run/a", "job", "words"]))
     return Rule(kinds=tuple(what), **have)

@@ -643,22 +643,47 @@ def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(fo
     assert not planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))
 
 
-def test_orphans_whose_keys_end_in_a_slash_go_and_no_shard_goes_for_them(rgw, request):
+def test_keys_of_others_that_end_in_a_slash_go_by_a_rule_for_them_and_no_shard_goes(rgw, request):
     place = BucketBuilder(open_store(make_spec("rgw", request)))
     place.put_dataset("words", 2)
     there = keys_of(place)
     shard = DatasetKeys("words").make_shard_key(
         "webdataset", "train", CommitName("train-00000", 0), "tar"
     )
-    orphans = {f"{shard}/", "words/shards/x.npz/"}
-    for key in orphans:
+    others = {f"{shard}/", "words/shards/x.npz/"}
+    for key in others:
         rgw.make_client(rgw.full).put_object(
             Bucket=place.store.location.bucket, Key=f"below/here/{key}", Body=b"junk"
         )
-    config = config_of(place, Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW))
-    assert planned(config) == orphans
+    orphans = Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=NOW)
+    assert not planned(config_of(place, orphans))
+    config = config_of(place, Rule(kinds=(CleanupKind.OTHER,), prefix="words/", older_than=NOW))
+    assert planned(config) == others
     assert execute(config, make_plan(config).name).deleted_objects == 2
     assert keys_of(place) == there
+
+
+def test_what_lies_in_the_folders_of_a_dataset_without_its_names_outlives_it(folder):
+    folder.put_dataset("words", 2, hours=100)
+    own = keys_of(folder) | {folder.put(f"words/transforms/{'a' * 64}.py", hours=100)}
+    for key in (
+        "transforms/lower/plan.json",
+        "transforms/lower/manifest.json",
+        "transforms/lower/shards/webdataset/train/train-00000-000000.tar",
+        "transforms/notes.txt",
+        "shards/notes.txt",
+        "quarantine/notes.txt",
+        "partitions/notes.txt",
+        "lease/notes.txt",
+    ):
+        folder.put(f"words/{key}", hours=100)
+    others = keys_of(folder) - own
+    for night in (1, 2):
+        config = config_of(folder, CleanupBucketPreset())
+        assert execute(config, make_plan(config).name).deleted_objects == (night == 1)
+    config = config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), name="words"))
+    execute(config, make_plan(config).name)
+    assert keys_of(folder) == others
 
 
 STEPS = Rule(kinds=(CleanupKind.CHECKPOINTS,), keep_last=1, older_than=NOW)

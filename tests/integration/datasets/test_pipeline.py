@@ -547,7 +547,7 @@ def test_a_mark_of_a_folder_beside_the_shards_is_no_fault(settings):
 
 
 def test_keys_beside_the_shards_that_end_in_a_slash_are_named_whole(settings, rgw, bucket, request):
-    """A listing that drops the slash would plan the deletion of an object that is not there."""
+    """A listing that drops the slash would name an object that is not there."""
     remote = changed(settings, store=make_spec("rgw", request).reveal_secrets())
     shard_dataset(remote)
     store, client = open_store(remote.store), rgw.make_client(rgw.full)
@@ -557,11 +557,7 @@ def test_keys_beside_the_shards_that_end_in_a_slash_are_named_whole(settings, rg
     found = verify_dataset(store, "sets/one", digests=False)
     assert [fault.key for fault in found.strays] == [f"{folder}x.tar/"]
     garbage = plan_garbage(store, "sets/one", min_age=timedelta(seconds=-60))
-    assert f"{folder}x.tar/" in {planned.key for planned in garbage.objects}
-    delete_garbage(store, garbage)
-    assert verify_dataset(store, "sets/one", digests=False).is_intact
-    kept = {stat.key for stat in list_objects(store, "sets/one/shards/", exact=True)}
-    assert {folder, "sets/one/shards/"} < kept
+    assert all("/lease/" in planned.key for planned in garbage.objects)
 
 
 def test_an_object_that_a_run_may_be_uploading_is_not_called_a_fault(settings):
@@ -587,7 +583,7 @@ def test_garbage_is_what_no_record_names(settings):
     store = open_store(settings.store)
     orphans = [
         "sets/one/shards/webdataset/train/train-09999-000000.tar",
-        "sets/one/quarantine/x.jsonl",
+        "sets/one/quarantine/train-09999-000000.jsonl",
     ]
     for key in orphans:
         put(store, key, b"orphan")
@@ -601,6 +597,31 @@ def test_garbage_is_what_no_record_names(settings):
     assert kept <= left
     assert not left & set(orphans)
     assert verify_dataset(store, "sets/one").is_intact
+
+
+def test_what_a_user_keeps_in_the_folders_of_a_dataset_is_no_garbage(settings):
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    users = [
+        f"sets/one/{key}"
+        for key in (
+            "transforms/lower/manifest.json",
+            "transforms/notes.txt",
+            f"transforms/{'a' * 63}.py",
+            "shards/webdataset/train/notes.txt",
+            "shards/notes.txt",
+            "quarantine/notes.txt",
+            "partitions/notes.txt",
+            "lease/notes.txt",
+        )
+    ]
+    for key in users:
+        put(store, key, b"mine")
+    delete_garbage(store, plan_garbage(store, "sets/one", min_age=ANY_AGE))
+    assert all(exists(store, key) for key in users)
+    strays = verify_dataset(store, "sets/one").strays
+    assert {stray.key for stray in strays} == {key for key in users if "/shards/" in key}
+    assert all("move or delete it yourself" in stray.reason for stray in strays)
 
 
 def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settings):

@@ -15,8 +15,14 @@ from typing import Any
 
 from tests.oracle import compute_blake3
 
-_MAYBE_ORPHAN = re.compile(r"/(shards/\w+/\w+/[^/]+-\d+\.\w+|(quarantine|partitions)/[^/]+)$")
-DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "lease"}
+_ROWS = r"[a-z]+-[0-9]{5,}-[0-9]{6,}(-[0-9a-f]{16})?"
+_INDEX = r"shards/[a-z]+/([a-z]+/)?(_?[a-z_]+\.(json|npy|yaml)|_pages/\w+-[0-9a-f]+\.(json|bin))"
+_ORPHANS = (
+    rf"shards/[a-z]+/[a-z]+/{_ROWS}\.[a-z]+|quarantine/{_ROWS}\.jsonl"
+    r"|partitions/[^/]+\.jsonl?|transforms/[0-9a-f]{64}\.(py|json)"
+)
+_DATASET_FILES = re.compile(rf"commits/[^/]+\.jsonl?|{_INDEX}|{_ORPHANS}")
+DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "transforms", "lease"}
 RESERVED_FOLDERS = DATASET_FOLDERS | {"checkpoints", "gathers", "epochs"}
 
 
@@ -83,6 +89,11 @@ def is_valid_name(name: str) -> bool:
 def get_hex_digits(digest: str) -> str:
     """Return the hexadecimal digits of a digest."""
     return digest.removeprefix("blake3:")
+
+
+def _cut(key: str, folder: str) -> str:
+    """Return the part of a key below a folder; empty for other keys."""
+    return key.removeprefix(folder) if key.startswith(folder) else ""
 
 
 def parse_digits(text: str, least: int) -> int | None:
@@ -153,24 +164,20 @@ def _match_temporary_object(key: str) -> ParsedKey | None:
 def _match_record(key: str) -> ParsedKey | None:
     if match := re.fullmatch(r"(.+)/campaign/(training|warming)\.json", key):
         return ParsedKey("record", match[1])
-    for marker in ("/lease/", "/epochs/"):
-        if marker in key:
-            return ParsedKey("record", key.partition(marker)[0])
-    return None
+    match = re.fullmatch(r"(.+?)/(lease/.+\.(json|beat|end)|epochs/.+)", key)
+    return ParsedKey("record", match[1]) if match else None
 
 
 def _match_dataset_object(key: str) -> ParsedKey | None:
-    # Shards and indexes lie in a folder for each format and split.
-    shard = re.fullmatch(r"(.+?)/shards/[a-z]+/(?:[a-z]+/)?[^/]+", key)
-    *folders, leaf = (f"{shard[1]}/shards/x" if shard else key).split("/")
-    inner = leaf not in {
+    folders = key.split("/")
+    first = next((folder for folder in folders if folder in DATASET_FOLDERS), folders[-1])
+    name, _, inside = f"/{key}".partition(f"/{first}")
+    inside = f"{first}{inside}"
+    is_file = inside in {
         "plan.json", "manifest.json", "index.json", "block_digests.bin", "card.json", "README.md"
-    }  # fmt: skip
-    if inner and (not folders or folders.pop() not in DATASET_FOLDERS):
-        return None
-    if not folders or DATASET_FOLDERS & set(folders) or not is_valid_name("/".join(folders)):
-        return None
-    return ParsedKey("dataset", "/".join(folders))
+    } or _DATASET_FILES.fullmatch(inside)  # fmt: skip
+    name = name.removeprefix("/")
+    return ParsedKey("dataset", name) if is_file and is_valid_name(name) else None
 
 
 def parse_version(version: str) -> tuple[int, ...] | None:
@@ -498,7 +505,13 @@ class Judge:
         ]
         if f"{name}/card.json" not in self.objects and f"{name}/README.md" in own_keys:
             own_keys.remove(f"{name}/README.md")  # not written by Millrace
-        own_keys += [key for key in self.objects if key.startswith(f"{name}/lease/")]
+        own_keys += [
+            key
+            for key in self.objects
+            if re.fullmatch(
+                r"(.+/\d{6}\.(json|beat|end)|clock/\w{16})", _cut(key, f"{name}/lease/")
+            )
+        ]
         plan = self.objects.get(f"{name}/plan.json")
         if plan is None or self._is_leased(name) or plan.read_record().get("dataset") != name:
             return {}
@@ -522,7 +535,7 @@ class Judge:
         }
         deletions: dict[str, int] = {}
         for key in own_keys:
-            if key in named or not _MAYBE_ORPHAN.search(key):
+            if key in named or not re.fullmatch(_ORPHANS, _cut(key, f"{name}/")):
                 continue
             for rule_index, rule in enumerate(self.rules):
                 if "dataset orphans" in rule["kinds"] and self._matches_rule(rule, key, name):

@@ -2,7 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.errors import ConfigurationError
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import CommitName, DatasetKeys, make_partition_name
+from millrace.keys.leases import COLLECTOR, LeaseKeys, make_clock_probe_key, make_run_lease_name
+from millrace.keys.rentals import RentalKeys
 
 PARTITIONS = st.builds(
     make_partition_name, st.sampled_from(["train", "val"]), st.integers(0, 200_000)
@@ -34,6 +38,43 @@ def test_shards_and_quarantines_with_and_without_a_digest_are_those_of_their_dat
     assert keys.parse_commit(f"data/set/commits/train-00000-000003{suffix}.json") == (
         None if digest else name
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "d/transforms/lower/plan.json",
+        "d/transforms/notes.txt",
+        f"d/transforms/{'a' * 63}.py",
+        "d/shards/mds/train/notes.txt",
+        "d/quarantine/notes.txt",
+        "d/partitions/notes.txt",
+        "d/lease/notes.txt",
+        "d/lease/000000.json",
+        "d/lease/clock/photo.jpg",
+        "d/e/manifest.json",
+        f"e/transforms/{'a' * 64}.py",
+        "e/lease/train-00000/000000.json",
+    ],
+)
+def test_what_others_keep_below_a_dataset_is_not_its_own(key):
+    assert not DatasetKeys("d").is_own(key)
+
+
+def test_the_objects_of_leases_are_a_datasets_own():
+    keys = DatasetKeys("d")
+    for name in ("train-00000", COLLECTOR, make_run_lease_name("0123456789abcdef")):
+        lease = LeaseKeys("d", name)
+        for key in (lease.make_term_key(0), lease.make_beat_key(1), lease.make_end_key(2)):
+            assert keys.is_own(key)
+    assert keys.is_own(make_clock_probe_key("d", "0123456789abcdef"))
+
+
+@pytest.mark.parametrize("folder", ["shards", "commits", "partitions", "quarantine", "transforms"])
+def test_no_name_has_a_folder_of_a_dataset_in_it(folder):
+    for make in (DatasetKeys, CheckpointKeys, RentalKeys):
+        with pytest.raises(ConfigurationError, match="reserved"):
+            make(f"words/{folder}/lower")
 
 
 @given(st.lists(st.integers(0, 99_999), min_size=2, max_size=5))
