@@ -169,7 +169,7 @@ class _FreshnessCheck:
             )
         phase = _find_phase(entry)
         if phase is None or classified is None:
-            return self._planner.protection.explain_protection(entry.key, classified)
+            return self._planner.explain_object_protection(entry.key, classified)
         if phase != self._phase:
             # Checked before each phase: a new checkpoint may name the files.
             self._phase = phase

@@ -20,7 +20,7 @@ from millrace.cleanup.rule_matching import RuleMatcher
 from millrace.cleanup.rules import CleanupKind, CleanupSettings, Rule
 from millrace.errors import ConfigurationError
 from millrace.keys.gradients import ChainKeys
-from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
+from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key, classify_nested_key
 from millrace.keys.names import find_common_prefix
 from millrace.progress import Progress, ignore_event
 from millrace.settings_values import write_duration
@@ -172,11 +172,25 @@ class Planner:
             if junk:
                 reason = self.explain_junk_protection(stat.key, junk)
             else:
-                reason = self.protection.explain_protection(stat.key, classified)
+                reason = self.explain_object_protection(stat.key, classified)
             if reason:
                 tally.kept[reason] += 1
             else:
                 yield PlanEntry(stat, rule_index, junk=junk)
+
+    def explain_object_protection(self, key: str, classified: ClassifiedKey | None) -> str:
+        """Return why an object stays that is deleted by itself; empty if nothing protects it.
+
+        Objects of a store below this one are Millrace's, so no rule for other objects takes them.
+        Their own store knows their leases, and the rented machines that they belong to.
+
+        Args:
+            key: Key of the object.
+            classified: Kind of the object in this store.
+        """
+        if classified is None and classify_nested_key(key) is not None:
+            return "it belongs to a store of Millrace below this one: clean that store by its URL"
+        return self.protection.explain_protection(key, classified)
 
     def explain_junk_protection(self, key: str, junk: ClassifiedKey) -> str:
         """Return why a worker's junk stays: a pin, or a lease of its run or job; empty if none.

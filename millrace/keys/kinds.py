@@ -1,18 +1,19 @@
 """Classify objects by their keys."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from millrace.keys.campaigns import CAMPAIGN_WORKER_KEY, CampaignKeys, parse_campaign
-from millrace.keys.checkpoints import CHECKPOINT_KEY, CheckpointKeys
+from millrace.keys.checkpoints import CHECKPOINT_KEY, RESERVED_IN_JOBS, CheckpointKeys
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.cooldowns import COOLDOWNS, MEMBER_KEY
 from millrace.keys.datasets import DATASET_KEY, DatasetKeys
 from millrace.keys.gradients import CHAIN_KEY, RESERVED_WORKERS, WORKER_KEY, ChainKeys
 from millrace.keys.leases import MEMBERS, make_lease_prefix
 from millrace.keys.members import make_member_prefix
-from millrace.keys.names import NAME_PATTERN, is_too_deep, is_valid_name
+from millrace.keys.names import MAX_DEPTH, MAX_LENGTH, NAME_PATTERN, is_too_deep, is_valid_name
 from millrace.keys.rentals import (
     MACHINE_KEY,
     MACHINES,
@@ -78,6 +79,7 @@ class ClassifiedKey:
         return self.scope
 
 
+_FOLDER = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")  # of a name
 # These two kinds have objects of several domains.
 _TEMPORARY_KEY = re.compile(
     rf"(?:(?P<scope>{NAME_PATTERN})/)?(?:_audit-[0-9a-f]{{16}}-[a-z]+|_probe-[0-9a-f]{{16}}(?:\.bin)?"
@@ -192,15 +194,41 @@ def classify_key(key: str, workers: WorkerPrefixes | None = None) -> ClassifiedK
 
 
 def classify_nested_key(key: str) -> ClassifiedKey | None:
-    """Return the kind of an object like `classify_key`, also of a rental in a store below this one.
+    """Return the kind of an object like `classify_key`, also of one in a store below this one.
 
-    The scope then begins with the prefix of that store.
+    The prefix of that store may be no part of a name: ``_rentals`` and ``_clean`` are at the root
+    of their store, and a URL may have folders that no name has, such as ``my data`` or
+    ``checkpoints``. The scope then begins with the prefix. Templar's objects below a prefix have no
+    kind.
+
+    Args:
+        key: Key of the object. No text raises an error. A store more than `MAX_DEPTH` folders below
+            this one is not found.
     """
-    prefix, inner_key = split_nested_key(key)
-    classified = classify_key(inner_key) if prefix else None
-    if classified is None or not classified.scope:
-        return classify_key(key)
-    return replace(classified, scope=f"{prefix}{classified.scope}")
+    rental_prefix, _ = split_nested_key(key)
+    for start in dict.fromkeys((len(rental_prefix), 0, *_iterate_store_starts(key))):
+        classified = classify_key(key[start:])
+        if classified is not None and not (start and classified.is_of_templar):
+            scope = f"{key[:start]}{classified.scope}" if classified.scope else ""
+            return replace(classified, scope=scope)
+    return None
+
+
+def _iterate_store_starts(key: str) -> Iterator[int]:
+    """Yield where the keys of a store can begin within a key that `classify_key` does not know.
+
+    These are the begin and the end of each folder that a name cannot have, and of each folder if
+    the key is longer than a name. Below other folders, `classify_key` knows the whole key.
+    """
+    folders = key.split("/")[:-1]
+    is_long = len(key) > MAX_LENGTH or len(folders) > MAX_DEPTH
+    start = 0
+    for folder in folders[:MAX_DEPTH]:
+        end = start + len(folder) + 1
+        if is_long or folder in RESERVED_IN_JOBS or not _FOLDER.fullmatch(folder):
+            yield start
+            yield end
+        start = end
 
 
 def _classify(key: str) -> ClassifiedKey | None:

@@ -11,6 +11,8 @@ RESERVED_FOLDERS = frozenset(
 )
 """Folders that a dataset has. No part of a dataset's, a job's or a rental's name may equal one."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
+MAX_LENGTH = 200
+"""Largest number of characters of a name."""
 MAX_DEPTH = 16
 """Largest number of folders in a name. A cleanup may read the leases of each folder."""
 
@@ -28,10 +30,10 @@ def check_name(name: str, *, what: str) -> str:
         ConfigurationError: The name is empty, too long, or has a character that a store changes.
     """
     name = name.strip("/")
-    if not _NAME.fullmatch(name) or len(name) > 200 or is_too_deep(name):
+    if not _NAME.fullmatch(name) or len(name) > MAX_LENGTH or is_too_deep(name):
         raise ConfigurationError(
             f"{what} {name!r} cannot be part of an object's name: write letters, digits, "
-            "'.', '_' and '-', with '/' between folders, at most 200 characters and "
+            f"'.', '_' and '-', with '/' between folders, at most {MAX_LENGTH} characters and "
             f"{MAX_DEPTH} folders."
         )
     return name

@@ -23,7 +23,8 @@ _ORPHANS = (
 )
 _DATASET_FILES = re.compile(rf"commits/[^/]+\.jsonl?|{_INDEX}|{_ORPHANS}")
 DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "transforms", "lease"}
-RESERVED_FOLDERS = DATASET_FOLDERS | {"checkpoints", "gathers", "epochs"}
+JOB_FOLDERS = DATASET_FOLDERS | {"checkpoints"}
+RESERVED_FOLDERS = JOB_FOLDERS | {"gathers", "epochs"}
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,11 @@ def parse_key(key: str) -> ParsedKey | None:
     return next((found for matcher in matchers if (found := matcher(key))), None)
 
 
+def is_of_nested_store(key: str) -> bool:
+    """Decide whether a key is that of an object in a store whose URL is below this one."""
+    return any(parse_key(key[slash.end() :]) for slash in re.finditer("/", key))
+
+
 def _match_worker_object(key: str) -> ParsedKey | None:
     match = re.fullmatch(r"(.+)/([^/]+)/(gradient|start_window)-(\d{9,})-(.+)\.(\w+)", key)
     if match is None or not is_valid_name(match[1]) or match[2] in RESERVED_FOLDERS:
@@ -139,11 +145,9 @@ def _match_gather_object(key: str) -> ParsedKey | None:
 
 def _match_checkpoint_object(key: str) -> ParsedKey | None:
     match = re.fullmatch(r"(.+?)/checkpoints/step_(\d{9,})/.+", key)
-    return (
-        ParsedKey("checkpoints", match[1], "", int(match[2]))
-        if match and is_valid_name(match[1])
-        else None
-    )
+    if match is None or not is_valid_name(match[1]) or JOB_FOLDERS & set(match[1].split("/")):
+        return None
+    return ParsedKey("checkpoints", match[1], "", int(match[2]))
 
 
 def _match_temporary_object(key: str) -> ParsedKey | None:
@@ -164,6 +168,10 @@ def _match_temporary_object(key: str) -> ParsedKey | None:
 def _match_record(key: str) -> ParsedKey | None:
     if match := re.fullmatch(r"(.+)/campaign/(training|warming)\.json", key):
         return ParsedKey("record", match[1])
+    if match := re.fullmatch(r"(_rentals/.+)/(attempts/\d{6,}-\w+(-\d+)?\.json|owner\.txt)", key):
+        return ParsedKey("record", match[1])
+    if key == "_rentals/installation.json":
+        return ParsedKey("record", "")
     match = re.fullmatch(r"(.+?)/(lease/.+\.(json|beat|end)|epochs/.+)", key)
     return ParsedKey("record", match[1]) if match else None
 
@@ -278,6 +286,8 @@ class Judge:
         found: dict[str, int] = {}
         for key, known in self.parsed.items():
             parsed = known or ParsedKey("other", key.rpartition("/")[0])
+            if known is None and is_of_nested_store(key):
+                continue
             if parsed.kind in {"checkpoints", "dataset", "record"}:
                 continue
             rule_index = self._find_first_rule(self._get_rule_kind(parsed), key, parsed)

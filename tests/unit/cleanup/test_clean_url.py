@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from millrace.cli import main
+from millrace.keys.kinds import classify_key
+from millrace.keys.rentals import INSTALLATION, RentalKeys
 from millrace.storage import list_objects, open_store
 from tests.support.cleanup.material import BucketBuilder
 
@@ -51,6 +53,44 @@ def test_old_objects_of_others_are_deleted(
     shown = clean(bucket, "--older-than", "48h", *options, "--yes", "--json")
     assert json.loads(shown.stdout)["deleted_objects"] == len(gone)
     assert list_keys(bucket) == before - gone
+
+
+def test_the_objects_of_a_store_below_are_no_objects_of_others(bucket: BucketBuilder) -> None:
+    """The ledger of machines that are still billed is one of them."""
+    root = bucket.store.url
+    rental = RentalKeys("fleet")
+    for prefix in ("team/a", "_stores/my data", "checkpoints", "words/transforms"):
+        inner = BucketBuilder(open_store(f"{root}/{prefix}"))
+        for key in (
+            rental.make_intent_key(0),
+            rental.make_contract_key(0),
+            rental.make_detached_key(0),
+            f"{rental.make_machine_prefix(0)}files.json",
+            INSTALLATION,
+        ):
+            inner.put(key, hours=60)
+        inner.put_dataset("words", 1, hours=60)
+        inner.put_checkpoint("job", 1, [b"weights"], hours=60)
+        inner.put_chain("run", "1", 1, {}, hours=60)
+    inner = BucketBuilder(open_store(f"{root}/{'long/' * 12}"))
+    inner.put_dataset("/".join(["name"] * 12), 1, hours=60)
+    before = list_keys(bucket)
+    shown = clean(bucket, "--older-than", "48h", "--yes")
+    assert "stay: it belongs to a store of Millrace below this one" in shown.output
+    assert list_keys(bucket) == before - {"logs/a.txt", "logs/b.bin", "models/a.txt"}
+
+
+def test_a_plan_of_an_earlier_release_deletes_no_ledger_of_a_store_below(
+    bucket: BucketBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = bucket.put(f"team/a/{RentalKeys('fleet').make_intent_key(0)}", hours=60)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("millrace.cleanup.planner.classify_nested_key", classify_key)
+        shown = clean(bucket, "--older-than", "48h", "--dry-run", "--json")
+    assert json.loads(shown.stdout)["objects"] == 4
+    done = clean(bucket, "--plan", json.loads(shown.stdout)["plan"], "--yes", "--json")
+    assert json.loads(done.stdout)["deleted_objects"] == 3
+    assert ledger in list_keys(bucket)
 
 
 def test_an_earlier_plan_is_executed_without_its_options(bucket: BucketBuilder) -> None:

@@ -7,7 +7,13 @@ from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.keys.gradients import GradientKeys
-from millrace.keys.kinds import ClassifiedKey, ObjectKind, WorkerPrefixes, classify_key
+from millrace.keys.kinds import (
+    ClassifiedKey,
+    ObjectKind,
+    WorkerPrefixes,
+    classify_key,
+    classify_nested_key,
+)
 from millrace.keys.leases import LeaseKeys
 from millrace.testing.process import REPOSITORY
 
@@ -134,6 +140,43 @@ def test_a_worker_cannot_put_its_junk_down_to_another():
     for rest in ("c/run/worker-2/x", "c/model/members/worker-3/x"):
         found = classify_key(f"c/run/worker-1/{rest}", workers)
         assert found == ClassifiedKey(ObjectKind.JUNK, "c/run", worker="worker-1")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "key", "kind", "scope"),
+    [
+        ("team/a/", "_rentals/a/attempts/000000-intent.json", ObjectKind.RECORD, "_rentals/a"),
+        ("team/a/", "_rentals/installation.json", ObjectKind.RECORD, ""),
+        ("team/a/", "_machines/fleet/000000/files.json", ObjectKind.TEMPORARY, "_rentals/fleet"),
+        ("team/a/", "_clean/20260101T000000-01234567/plan.jsonl", ObjectKind.TEMPORARY, ""),
+        ("my data/", "words/plan.json", ObjectKind.DATASET, "words"),
+        ("a//b/", "words/plan.json", ObjectKind.DATASET, "words"),
+        ("words/transforms/", "words/plan.json", ObjectKind.DATASET, "words"),
+        ("checkpoints/", "a/checkpoints/step_000000001/pin.json", ObjectKind.CHECKPOINT, "a"),
+        ("a/" * 12, f"{'b/' * 12}plan.json", ObjectKind.DATASET, "/".join("b" * 12)),
+        (f"{'a' * 150}/", f"{'b' * 150}/plan.json", ObjectKind.DATASET, "b" * 150),
+    ],
+)  # fmt: skip
+def test_an_object_of_a_store_below_has_the_kind_that_it_has_there(prefix, key, kind, scope):
+    assert classify_key(key).kind is kind
+    assert classify_key(f"{prefix}{key}") is None
+    found = classify_nested_key(f"{prefix}{key}")
+    assert (found.kind, found.scope) == (kind, f"{prefix}{scope}" if scope else "")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "team/a/notes.txt",
+        "my data/notes.txt",
+        "team/a/_rentals/notes.txt",
+        "words/shards/notes.txt",
+        "my data/gradient-41-7-v0.2.80.pt",  # Templar's objects are at the root of a bucket
+        f"{'_/' * 400}words/plan.json",
+    ],
+)
+def test_a_key_that_is_no_name_in_any_store_has_no_kind(key):
+    assert classify_nested_key(key) is None
 
 
 def test_a_number_in_digits_of_another_script_is_none_of_ours():
