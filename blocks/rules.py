@@ -38,7 +38,7 @@ clean_bucket("gradients", rules)
 
     rules: list[Rule] = Field(
         description="Rules for what is deleted. An object is deleted by the first rule whose "
-        "conditions it all meets."
+        "conditions it all meets, unless a rule before keeps it."
     )
     pins: list[str] = Field(
         default_factory=list,

@@ -52,7 +52,7 @@ def clean_bucket(
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL.
         rules: Rules for what is deleted, or a Millrace Cleaning Rules block. An object is deleted
-            by the first rule whose conditions it all meets.
+            by the first rule whose conditions it all meets, unless a rule before keeps it.
         dry_run: Only show what would be deleted.
         related_buckets: Other buckets of the same runs, such as the aggregator's. Leases there
             protect objects here.

@@ -1,4 +1,9 @@
-"""Find the rule that takes an object: the first that fits its kind, name, age and number."""
+"""Find the rule that takes an object: the first that fits its kind, name and age.
+
+A rule keeps windows and steps (`Rule.keep_last`, `Rule.keep_every`) from all rules after it, too,
+and at any age: ten windows to keep are the ten newest ones, of which most are young. The age itself
+is a condition like a name. A rule does not fit a younger object, so a later rule may take it.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,38 +47,31 @@ class RuleMatcher:
         return stat.last_modified > self.now + _RESOLUTION
 
     def find_object_rule(self, stat: Stat, classified: ClassifiedKey | None) -> int | None:
-        """Return the index of the first rule that takes an object that is deleted by itself."""
-        if classified is None:
-            return self._find_foreign_rule(stat)
-        kind = KINDS_OF_SINGLE_OBJECTS.get(classified.kind)
-        if kind is None:
-            return None
+        """Return the index of the rule that takes an object that is deleted by itself.
 
-        def is_match(rule: Rule) -> bool:
-            if not self._is_match(rule, stat) or rule.name not in {"", classified.scope}:
-                return False
-            if rule.version and not is_version_in(classified.version, rule.version):
-                return False
-            if classified.is_of_templar and classified.number < 0 and not rule.version:
-                return False  # `start_window` says when a version began, and is old while it runs
-            if rule.keep_every and classified.number % rule.keep_every == 0:
-                return False
-            keep = rule.keep_last
-            if classified.kind is ObjectKind.TEMPLAR_CHECKPOINT:
-                keep = max(keep, 1)  # as of a job, the newest stays
-            return not (keep and self.survey.is_among_newest(classified, keep))
-
-        rule_index = find_rule(self.rules, kind, is_match)
-        if kind is not CleanupKind.JUNK and not classified.is_of_templar:
-            return rule_index
+        The first rule decides that takes the object, or that keeps its window or step.
+        """
+        kind = KINDS_OF_SINGLE_OBJECTS.get(classified.kind) if classified else None
         # A rule for other objects takes junk too, and what Templar wrote.
-        rule_indices = [
-            one for one in (rule_index, self._find_foreign_rule(stat)) if one is not None
-        ]
-        return min(rule_indices, default=None)
+        is_other = classified is None or kind is CleanupKind.JUNK or classified.is_of_templar
+        for index, rule in enumerate(self.rules):
+            if not self._includes(rule, stat):
+                continue
+            is_for_other = CleanupKind.OTHER in rule.kinds and not rule.name
+            if is_other and is_for_other and self._is_old(rule, stat):
+                return index
+            if classified is None or kind not in rule.kinds or not _is_named(rule, classified):
+                continue
+            if self._keeps_object(rule, classified):
+                return None
+            if self._is_old(rule, stat) and not self._is_newest_of_templar(classified):
+                return index
+        return None
 
     def find_step_rule(self, job: str, rank: int, step: int, stat: Stat) -> int | None:
-        """Return the index of the first rule that takes a checkpoint.
+        """Return the index of the rule that takes a checkpoint.
+
+        The first rule decides that takes the checkpoint, or that keeps its step.
 
         Args:
             job: Job of the checkpoint.
@@ -81,16 +79,18 @@ class RuleMatcher:
             step: Step of the checkpoint.
             stat: Object of its metadata.
         """
-        return find_rule(
-            self.rules,
-            CleanupKind.CHECKPOINTS,
-            lambda rule: (
-                self._is_match(rule, stat)
-                and rule.name in {"", job}
-                and rank >= rule.keep_last
-                and not (rule.keep_every and step % rule.keep_every == 0)
-            ),
-        )
+        for index, rule in enumerate(self.rules):
+            if (
+                CleanupKind.CHECKPOINTS not in rule.kinds
+                or rule.name not in {"", job}
+                or not self._includes(rule, stat)
+            ):
+                continue
+            if rank < rule.keep_last or _is_multiple(step, rule.keep_every):
+                return None
+            if self._is_old(rule, stat):
+                return index
+        return None
 
     def find_orphan_rule(self, kind: CleanupKind, stat: Stat, name: str) -> int | None:
         """Return the index of the first rule that takes an object of a job's or a dataset's."""
@@ -119,20 +119,44 @@ class RuleMatcher:
             ),
         )
 
-    def _find_foreign_rule(self, stat: Stat) -> int | None:
-        """Return the index of the first rule for objects that Millrace did not write."""
-        return find_rule(
-            self.rules, CleanupKind.OTHER, lambda rule: not rule.name and self._is_match(rule, stat)
+    def _keeps_object(self, rule: Rule, classified: ClassifiedKey) -> bool:
+        """Decide whether a rule keeps the window or step of an object."""
+        return _is_multiple(classified.number, rule.keep_every) or bool(
+            rule.keep_last and self.survey.is_among_newest(classified, rule.keep_last)
+        )
+
+    def _is_newest_of_templar(self, classified: ClassifiedKey) -> bool:
+        """Decide whether an object is the newest checkpoint of Templar, which stays as a job's."""
+        return classified.kind is ObjectKind.TEMPLAR_CHECKPOINT and self.survey.is_among_newest(
+            classified, 1
         )
 
     def _is_match(self, rule: Rule, stat: Stat) -> bool:
+        return self._includes(rule, stat) and self._is_old(rule, stat)
+
+    @staticmethod
+    def _includes(rule: Rule, stat: Stat) -> bool:
+        """Decide whether a key meets the conditions of a rule for keys."""
         return (
             stat.key.startswith(rule.prefix)
             and stat.key.endswith(rule.suffix)
             and (not rule.match or fnmatchcase(stat.key, rule.match))
-            and self._is_old(rule, stat)
         )
 
     def _is_old(self, rule: Rule, stat: Stat) -> bool:
         # The clock has a resolution of a second: an object written just now has no age.
         return not rule.older_than or stat.last_modified < self.now - rule.older_than
+
+
+def _is_named(rule: Rule, classified: ClassifiedKey) -> bool:
+    """Decide whether an object is of the run, the job and the version of a rule."""
+    if rule.version:
+        is_of_version = is_version_in(classified.version, rule.version)
+    else:
+        # `start_window` says when a version began, and is old while the version runs.
+        is_of_version = not (classified.is_of_templar and classified.number < 0)
+    return is_of_version and rule.name in {"", classified.scope}
+
+
+def _is_multiple(number: int, every: int | None) -> bool:
+    return every is not None and number % every == 0

@@ -78,7 +78,11 @@ class _StrictSettings(BaseModel):
 
 
 class Rule(_StrictSettings):
-    """Conditions for deletion. An object that meets all of them is deleted, unless protected."""
+    """Conditions for deletion. An object that meets all of them is deleted, unless protected.
+
+    `keep_last` and `keep_every` are no conditions. They exempt objects that meet all others but the
+    age, from this rule and from later ones.
+    """
 
     kinds: tuple[CleanupKind, ...] = Field(
         min_length=1,
@@ -110,10 +114,16 @@ class Rule(_StrictSettings):
         "such as `>=0.2,<0.3` or `!=0.2.11`.",
     )
     keep_last: int = Field(
-        default=0, ge=0, description="Number of the newest windows or steps of each run to keep."
+        default=0,
+        ge=0,
+        description="Number of the newest windows or steps of each run to keep, at any age. No "
+        "later rule takes them.",
     )
     keep_every: int | None = Field(
-        default=None, ge=1, description="Keep windows or steps that are multiples of this."
+        default=None,
+        ge=1,
+        description="Keep windows or steps that are multiples of this, at any age. No later rule "
+        "takes them.",
     )
 
     @model_validator(mode="after")
@@ -334,7 +344,8 @@ class CleanupSettings(BaseModel):
         "gradients. Leases in them protect the objects of this store.",
     )
     rules: tuple[RuleOrPreset, ...] = Field(
-        min_length=1, description="Rules in order. The first rule that fits an object decides."
+        min_length=1,
+        description="Rules in order. The first rule that takes or keeps an object decides.",
     )
     pins: tuple[Pin, ...] = Field(
         default=(),

@@ -19,11 +19,12 @@ def test_every_block_of_the_guide_to_cleanup(
     gradients, aggregates, other = (tmp_path / name for name in ("gradients", "aggregates", "x"))
     place = BucketBuilder(open_store(gradients.as_uri()))
     BucketBuilder(open_store(aggregates.as_uri())).put("anything")
-    gone = [place.put_gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 4)]
-    gone.append(place.put("runs/one/worker-1/rubbish.bin", hours=OLD))
+    old = [place.put_gradient("runs/one", "worker-1", window, "1", OLD) for window in range(1, 13)]
+    gone = [*old[:3], place.put("runs/one/worker-1/rubbish.bin", hours=OLD)]
     kept = [
-        place.put_gradient("runs/one", "worker-1", 4, "1"),
-        place.put_gradient("runs/paper", "worker-1", 1, "1", OLD),
+        *old[3:],  # the newest ten windows, with the young one
+        place.put_gradient("runs/one", "worker-1", 13, "1"),
+        *(place.put_gradient("runs/paper", "worker-1", window, "1", OLD) for window in range(11)),
     ]
     BucketBuilder(open_store(other.as_uri())).put("data.bin")
     unfinished = other / "words" / "plan.json#1"  # left by a process that was killed while it wrote
@@ -40,7 +41,7 @@ def test_every_block_of_the_guide_to_cleanup(
     with follow("cleanup", folder, monkeypatch, values=values, environment={}) as guide:
         seen = guide.run()
         copied = guide.run()
-        guide.write("clean.yaml", {"keep_last: 10": "keep_last: 0"})
+        guide.write("clean.yaml")
         first = "$(ls ../gradients/_clean | sort | head -1)"
         cleaned = guide.run({"--plan NAME": f"--plan {first}"}, answer="y")
         foreign = guide.run()

@@ -333,27 +333,36 @@ class Judge:
         return hours == 0 or self.objects[key].modified < self.now - timedelta(hours=hours)
 
     def _matches_rule(self, rule: dict[str, Any], key: str, scope: str) -> bool:
+        return self._is_old_enough(rule, key) and self._is_selected(rule, key, scope)
+
+    @staticmethod
+    def _is_selected(rule: dict[str, Any], key: str, scope: str) -> bool:
+        """Decide whether a rule would match an object if it were old enough."""
         return (
-            self._is_old_enough(rule, key)
-            and key.startswith(rule.get("prefix", ""))
+            key.startswith(rule.get("prefix", ""))
             and key.endswith(rule.get("suffix", ""))
             and rule.get("name", "") in {"", scope}
         )
 
     def _find_first_rule(self, rule_kind: str, key: str, parsed: ParsedKey) -> int | None:
-        """Return the index of the first rule for a kind that matches an object."""
+        """Return the index of the first rule for a kind that matches an object.
+
+        None if a rule before it keeps the object's number, at any age of the object.
+        """
         for rule_index, rule in enumerate(self.rules):
             name = "" if rule_kind == "other" else parsed.scope
-            if rule_kind not in rule["kinds"] or not self._matches_rule(rule, key, name):
+            if rule_kind not in rule["kinds"] or not self._is_selected(rule, key, name):
                 continue
             if rule.get("version") and not is_in_version_range(parsed.version, rule["version"]):
                 continue
             if rule.get("keep_every") and parsed.number % rule["keep_every"] == 0:
-                continue
+                break
             keep = rule.get("keep_last", 0)
             numbers = self.numbers[parsed.kind, parsed.scope, parsed.version]
             last = heapq.nlargest(keep, numbers) if keep else []
-            if parsed.number not in last:
+            if parsed.number in last:
+                break
+            if self._is_old_enough(rule, key):
                 return rule_index
         return None
 
@@ -499,13 +508,12 @@ class Judge:
             return None
         for rule_index, rule in enumerate(self.rules):
             every = rule.get("keep_every")
-            if (
-                "checkpoints" in rule["kinds"]
-                and self._matches_rule(rule, f"{folder}metadata.json", job)
-                and rank >= rule.get("keep_last", 0)
-                and not (every and step % every == 0)
-            ):
-                return rule_index
+            metadata = f"{folder}metadata.json"
+            if "checkpoints" in rule["kinds"] and self._is_selected(rule, metadata, job):
+                if rank < rule.get("keep_last", 0) or (every and step % every == 0):
+                    break
+                if self._is_old_enough(rule, metadata):
+                    return rule_index
         return None
 
     def _list_dataset_deletions(self, name: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The first rule that fits an object takes it."""
+"""The first rule that takes or keeps an object decides."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -68,6 +68,37 @@ def test_a_checkpoint_is_kept_by_its_rank_and_its_step() -> None:
     assert matcher.find_step_rule("job", 1, 5, stat) is None
     assert matcher.find_step_rule("job", 2, 5, stat) == 0
     assert matcher.find_step_rule("job", 2, 20, stat) is None
+
+
+def test_no_later_rule_takes_what_a_rule_keeps() -> None:
+    survey = BucketSurvey()
+    survey._newest = {(ObjectKind.GRADIENT, "run", "1"): [9, 8, 7]}
+    kinds = (CleanupKind.GRADIENTS, CleanupKind.CHECKPOINTS)
+    first = Rule(kinds=kinds, older_than=5 * DAY, keep_last=2, keep_every=3)
+    matcher = RuleMatcher((first, Rule(kinds=kinds, older_than=DAY)), NOW, survey)
+    keys = GradientKeys("run", "1")
+    for age, index in {10 * DAY: 0, 3 * DAY: 1, timedelta(hours=1): None}.items():
+        for number in (9, 8, 6, 3):  # a window to keep is kept at any age
+            gradient = stat_of(keys.make_gradient_key("worker", number), age)
+            assert find_object_rule(matcher, gradient) is None
+        assert find_object_rule(matcher, stat_of(keys.make_gradient_key("w", 7), age)) == index
+        metadata = stat_of(CheckpointKeys("job").make_metadata_key(7), age)
+        assert matcher.find_step_rule("job", 1, 7, metadata) is None
+        assert matcher.find_step_rule("job", 2, 6, metadata) is None
+        assert matcher.find_step_rule("job", 2, 7, metadata) == index
+    another = first.model_copy(update={"name": "another"})  # it keeps windows of its own run only
+    matcher = RuleMatcher((another, Rule(kinds=kinds, older_than=DAY)), NOW, survey)
+    assert find_object_rule(matcher, stat_of(keys.make_gradient_key("worker", 9))) == 1
+
+
+def test_a_rule_for_other_objects_takes_none_of_templar_that_an_earlier_rule_keeps() -> None:
+    survey = BucketSurvey()
+    survey._newest = {(ObjectKind.GRADIENT, "", "2"): [8]}
+    keep = Rule(kinds=(CleanupKind.GRADIENTS,), older_than=DAY, keep_last=1)
+    other = Rule(kinds=(CleanupKind.OTHER,), older_than=DAY, match="*")
+    stat = stat_of("gradient-8-1-v2.pt")
+    assert find_object_rule(RuleMatcher((keep, other), NOW, survey), stat) is None
+    assert find_object_rule(RuleMatcher((other, keep), NOW, survey), stat) == 0
 
 
 def test_a_dataset_is_as_old_as_its_youngest_object() -> None:
