@@ -5,7 +5,7 @@ query of permissions is faster, and proves less. An unknown outcome is not a pro
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -440,11 +440,12 @@ class _CredentialProbe:
         refusals: list[Exception] = []
         for area in areas:
             key = make_audit_probe_key(area.prefix, secrets.token_hex(8), "outside")
-            for attempt in self._make_forbidden_attempts(area, key):
+            of_area: list[Exception] = []
+            for attempt in self._iterate_forbidden_attempts(area, key, of_area):
                 try:
                     attempt()
                 except (errors.MillraceError, _KnownOutcomeError) as error:
-                    refusals.append(error)
+                    of_area.append(error)
                 else:
                     self._delete_test_object(
                         key, area.store, *((area.owner,) if area.owner else ())
@@ -452,23 +453,29 @@ class _CredentialProbe:
                     raise _KnownOutcomeError(
                         RequestOutcome.ALLOWED, f"The credentials reach {area.url}."
                     )
+            refusals += of_area
         unproven = (one for one in refusals if not isinstance(one, errors.DeniedError))
         if refusals:
             raise next(unproven, refusals[0])
 
-    def _make_forbidden_attempts(
-        self, area: "_ForbiddenArea", key: str
-    ) -> list[Callable[[], object]]:
-        """Return the requests that must be refused; `key` is the key of no object."""
+    def _iterate_forbidden_attempts(
+        self, area: "_ForbiddenArea", key: str, refusals: Sequence[Exception]
+    ) -> Iterator[Callable[[], object]]:
+        """Yield the requests that must be refused.
+
+        Args:
+            area: Area that must not be reached.
+            key: Key of no object.
+            refusals: Errors of the requests that were yielded before.
+        """
         store = area.store
-        attempts: list[Callable[[], object]] = [
-            lambda: put(store, key, _BODY),
-            lambda: next(list_objects(store, _make_folder_prefix(area.prefix)), None),
-            lambda: delete_one(store, key),
-        ]
+        yield lambda: put(store, key, _BODY)
+        yield lambda: next(list_objects(store, _make_folder_prefix(area.prefix)), None)
+        # Without a bucket, the deletion of a missing object succeeds, and proves nothing.
+        if not any(isinstance(error, errors.NotFoundError) for error in refusals):
+            yield lambda: delete_one(store, key)
         if area.owner is not None:
-            attempts.append(lambda: self._read_object_of_owner(area))
-        return attempts
+            yield lambda: self._read_object_of_owner(area)
 
     def _read_object_of_owner(self, area: "_ForbiddenArea") -> None:
         """Read an object that the owner of the area creates. Absent objects prove nothing."""

@@ -266,6 +266,22 @@ def test_a_key_that_reaches_the_bucket_of_another_role_is_said(place, rgw, clean
     clean()
 
 
+def test_a_key_does_not_reach_the_bucket_of_another_role_that_does_not_exist(place, rgw, clean):
+    """S3 deletes a missing object with success, and so does `delete_one` without a bucket."""
+    below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
+    missing = below.model_copy(update={"url": f"s3://none-{secrets.token_hex(4)}"})
+    found = run(
+        {
+            "one": AuditedRole(store=below, write_credentials=make_credentials(rgw.full)),
+            "two": AuditedRole(store=missing),
+        }
+    )
+    assert seen(found, "one", Right.WRITE)[Operation.OTHER_BUCKET] is RequestOutcome.NOT_FOUND
+    assert {one.verdict for one in found.failures} == {AccessVerdict.UNPROVEN}
+    assert found.exit_code == 24
+    clean()
+
+
 def test_a_store_that_does_not_keep_its_word_is_told(place, rgw, monkeypatch, clean):
     def put_instead(store: Store, key: str, data: bytes) -> None:
         put(store, key, data)
