@@ -409,17 +409,17 @@ class _CredentialProbe:
             owner = self._open_role_store(other, Right.WRITE) if other.write_credentials else None
             areas.append(_ForbiddenArea(there, other.prefix, owner))
             areas.append(_ForbiddenArea(self._open_bucket_root(there)))
-        own_bucket, own_prefix = _identify_bucket(store), _ForbiddenArea(store, role.prefix).path
+        own_bucket, own_prefix = store.bucket_id, _ForbiddenArea(store, role.prefix).path
         found: dict[object, _ForbiddenArea] = {}
         for area in areas:
-            bucket = _identify_bucket(area.store)
+            bucket = area.store.bucket_id
             if bucket == own_bucket and area.path.startswith(own_prefix):
                 continue
             known = found.get((bucket, area.path))
             if known is None or known.owner is None:
                 found[bucket, area.path] = area
-        outside = [one for one in found.values() if _identify_bucket(one.store) == own_bucket]
-        elsewhere = [one for one in found.values() if _identify_bucket(one.store) != own_bucket]
+        outside = [one for one in found.values() if one.store.bucket_id == own_bucket]
+        elsewhere = [one for one in found.values() if one.store.bucket_id != own_bucket]
         both = {Operation.OTHER_BUCKET: elsewhere, Operation.OUTSIDE: outside}
         return {operation: areas for operation, areas in both.items() if areas}
 
@@ -674,11 +674,6 @@ def _call_object_method(store: Store, key: str, method: str, **more: object) -> 
     return call_boto3(
         store, key, lambda client: getattr(client, method)(**object_arguments, **more)
     )
-
-
-def _identify_bucket(store: Store) -> tuple[Backend, str | None, str, str]:
-    location = store.location
-    return location.backend, store.endpoint, location.account, location.bucket
 
 
 def _make_folder_prefix(prefix: str) -> str:

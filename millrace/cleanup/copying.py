@@ -209,21 +209,23 @@ def _take_done(
 
 
 def _refuse_overlap(source: Store, destination: Store) -> None:
-    if source.endpoint != destination.endpoint:
-        return
-    one, other = (f"{_resolve_url(store)}/" for store in (source, destination))
-    if one.startswith(other) or other.startswith(one):
+    (bucket, one), (other_bucket, other) = map(_locate, (source, destination))
+    if bucket == other_bucket and (one.startswith(other) or other.startswith(one)):
         raise errors.ConfigurationError(
             f"{destination.url} and {source.url} overlap: the copies would be copied again. Choose "
             "a prefix or a bucket beside it."
         )
 
 
-def _resolve_url(store: Store) -> str:
-    """Return the URL of a store, without links in the path of a folder."""
-    if store.location.backend is not Backend.FILE:
-        return store.url
-    return Path(store.location.bucket).resolve().as_uri()
+def _locate(store: Store) -> tuple[tuple[str, str], str]:
+    """Return the bucket of a store, and its prefix with a slash at the end.
+
+    All folders are in one bucket. Links in their paths are resolved.
+    """
+    if store.location.backend is Backend.FILE:
+        return ("", ""), f"{Path(store.location.bucket).resolve()}".rstrip("/") + "/"
+    prefix = store.location.prefix
+    return store.bucket_id, f"{prefix}/" if prefix else ""
 
 
 def _pair(source: Store, destination: Store, objects: ObjectFilter) -> Iterator[_Pair]:

@@ -31,6 +31,8 @@ READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+_AMAZON_ENDPOINT = "https://s3.amazonaws.com"
+_GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Control characters, which no key has."""
 _ENVIRONMENT = "env://"
@@ -367,6 +369,19 @@ class Store:
         return resolve_endpoint(self.spec, self.location)
 
     @property
+    def bucket_id(self) -> tuple[str, str]:
+        """Server and name of the bucket: equal for all URLs and endpoints of one bucket.
+
+        ``s3://`` with the endpoint of R2 or of Google names a bucket that ``r2://`` or ``gs://``
+        names, too. Amazon's names of buckets are unique in all regions.
+        """
+        location = self.location
+        if not self.is_remote:
+            return f"{location.backend}:", location.bucket
+        google = _GOOGLE_ENDPOINT if location.backend is Backend.GS else None
+        return _normalize_endpoint(self.endpoint or google or _AMAZON_ENDPOINT), location.bucket
+
+    @property
     def region(self) -> str | None:
         """Region of the signatures; None for the region of the environment."""
         return "auto" if self.location.backend is Backend.R2 else self.spec.region
@@ -552,6 +567,15 @@ def resolve_endpoint(spec: StoreSpec, location: Location) -> str | None:
     if location.backend is Backend.R2:
         return f"https://{location.account}.r2.cloudflarestorage.com"
     return None
+
+
+def _normalize_endpoint(endpoint: str) -> str:
+    """Return an endpoint in one spelling, and one endpoint for all regions of Amazon."""
+    parts = urlsplit(endpoint)
+    host = parts.netloc.lower().removesuffix(":80" if parts.scheme == "http" else ":443")
+    if host.endswith(".amazonaws.com"):
+        return _AMAZON_ENDPOINT
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
 
 
 def _open_folder(location: Location, *, make: bool) -> LocalStore:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import SecretStr
 
 from millrace import errors
 from millrace.cleanup import (
@@ -21,7 +22,15 @@ from millrace.cleanup import (
     object_copier,
 )
 from millrace.cli import main
-from millrace.storage import Store, StoreSpec, list_uploads, open_store, put, read
+from millrace.storage import (
+    Credentials,
+    Store,
+    StoreSpec,
+    list_uploads,
+    open_store,
+    put,
+    read,
+)
 from millrace.testing.credentials import make_credentials
 from millrace.testing.key import Key
 from millrace.testing.r2 import R2Proxy
@@ -479,6 +488,23 @@ def test_credentials_and_buckets_that_are_wrong_are_a_sentence(
     with pytest.raises(errors.ConfigurationError, match="overlap"):
         copy_objects(source.open(), open_store(source.open().spec.model_copy(
             update={"url": f"s3://{source.name}/backup"})))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("b", "b"), ("b", "b/backup"), ("b/runs/a", "b/runs"), ("b/%3F", "b/%3F/a")]
+)
+def test_stores_that_name_one_bucket_differently_overlap(one: str, other: str) -> None:
+    account = "0123456789abcdef0123456789abcdef"
+    key = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
+    r2 = StoreSpec(url=f"r2://{account}/{one}", credentials=key)
+    s3 = StoreSpec(
+        url=f"s3://{other}",
+        endpoint=f"https://{account}.r2.cloudflarestorage.com/",
+        credentials=key,
+    )
+    for source, destination in ((r2, s3), (s3, r2)):
+        with pytest.raises(errors.ConfigurationError, match="overlap"):
+            copy_objects(open_store(source), open_store(destination))
 
 
 def test_the_command_copies_and_says_what_differs(

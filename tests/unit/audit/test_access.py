@@ -18,7 +18,7 @@ from millrace.audit import (
     RequestOutcome,
     audit,
 )
-from millrace.storage import Backend, Credentials, Right, Store, StoreSpec
+from millrace.storage import Credentials, Right, Store, StoreSpec
 from millrace.storage.clients import make_full_key
 
 ALL = frozenset({"put", "get", "head", "delete", "list"})
@@ -41,7 +41,7 @@ class Answers:
     objects: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
     def find(self, store: Store, key: str, request: str) -> tuple[str, str]:
-        assert store.location.backend is Backend.S3
+        assert store.is_s3_compatible
         assert store.spec.credentials is not None
         bucket, full = store.location.bucket, make_full_key(store, key)
         if bucket in self.silent:
@@ -163,6 +163,23 @@ def test_a_prefix_may_end_with_a_slash(answers: Answers) -> None:
     assert role.prefix == "mine"
     report = audit(AuditSettings(roles={"one": role}))
     assert report.is_proven, report.failures
+
+
+def test_a_role_within_the_prefix_of_another_is_no_other_bucket_whatever_its_url(
+    answers: Answers,
+) -> None:
+    account = "0123456789abcdef0123456789abcdef"
+    answers.rights = {"writer": [("own", "mine/", ALL)]}
+    within = StoreSpec(
+        url="s3://own/mine/too", endpoint=f"https://{account}.r2.cloudflarestorage.com/"
+    )
+    roles = {
+        "one": make_role(f"r2://{account}/own", writer="writer", prefix="mine"),
+        "two": AuditedRole(store=within),
+    }
+    report = audit(AuditSettings(roles=roles))
+    assert report.is_proven, report.failures
+    assert find(report, Operation.OUTSIDE) is RequestOutcome.DENIED
 
 
 def test_an_end_without_a_time_zone_is_refused() -> None:

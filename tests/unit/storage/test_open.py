@@ -38,6 +38,37 @@ def test_a_url_names_its_place(url, backend, bucket, prefix):
     assert (location.backend, location.bucket, location.prefix) == (backend, bucket, prefix)
 
 
+R2 = f"https://{ACCOUNT}.r2.cloudflarestorage.com"
+MINIO = "http://minio:9000"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ((f"r2://{ACCOUNT}/b/x", None), ("s3://b", R2), True),
+        ((f"r2://{ACCOUNT}/b", None), ("s3://b/y", f"{R2}:443/"), True),
+        ((f"r2://{ACCOUNT}.eu/b", None), ("s3://b", R2), False),
+        ((f"r2://{ACCOUNT}/b", None), ("s3://c", R2), False),
+        ((f"r2://{ACCOUNT}/b", None), ("s3://b", None), False),
+        (("s3://b", None), ("s3://b", "https://s3.eu-west-1.amazonaws.com"), True),
+        (("s3://b", MINIO), ("s3://b", f"{MINIO.replace('minio', 'MinIO')}/"), True),
+        (("s3://b", MINIO), ("s3://b", None), False),
+        (("gs://b", None), ("s3://b", "https://storage.googleapis.com"), True),
+        (("gs://b", None), ("s3://b", None), False),
+        (("memory://b", None), ("memory://b", None), True),
+        (("memory://b", None), ("memory://c", None), False),
+    ],
+)
+def test_one_bucket_has_one_id_whatever_its_url(one, other, is_same, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    found = [
+        open_store(StoreSpec(url=url, endpoint=endpoint, region="auto")).bucket_id
+        for url, endpoint in (one, other)
+    ]
+    assert (found[0] == found[1]) is is_same
+
+
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://host/x", "s3://", f"r2://{ACCOUNT}", "r2://bucket/x", "file://host/x",
