@@ -3,13 +3,17 @@
 from datetime import timedelta
 
 from prefect import flow
+from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
 from millrace.cleanup import CleanupResult, StoreContents, make_confirmation
+from millrace.cleanup.wiping import check_confirmation
+from millrace.errors import ConfigurationError
 from millrace.storage import Right, open_store
 from tasks.cleaning import (
+    delete_wipe_plan,
     describe_versions,
     execute_wipe,
     make_wipe_plan,
@@ -56,7 +60,8 @@ def wipe_bucket(
         report_contents(found)
         return found
     plan = make_wipe_plan(spec)
-    wanted = make_confirmation(open_store(spec, make_folder=False).location)
+    location = open_store(spec, make_folder=False).location
+    wanted = make_confirmation(location)
     whole = f"{format_count(plan.objects, 'object')} of `{spec.url}`, {format_size(plan.size)}"
     if delete_versions:
         whole += describe_versions(found.versions)
@@ -64,9 +69,14 @@ def wipe_bucket(
         description=f"**All {whole}, will be deleted, and nothing brings them back.** To go on, "
         f"type `{wanted}`.",
     )
-    typed = pause_flow_run(
-        wait_for_input=asked, timeout=int(_CONFIRM_TIMEOUT.total_seconds()), poll_interval=2
-    )
+    try:
+        typed = pause_flow_run(
+            wait_for_input=asked, timeout=int(_CONFIRM_TIMEOUT.total_seconds()), poll_interval=2
+        )
+        check_confirmation(location, typed.bucket_name)
+    except (FlowPauseTimeout, ConfigurationError):
+        delete_wipe_plan(spec, plan)
+        raise
     done = execute_wipe(spec, plan, typed.bucket_name, versions=delete_versions)
     report_cleaning(plan, done)
     raise_failures(spec.url, done.failures)

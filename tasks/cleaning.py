@@ -1,5 +1,6 @@
 """Tasks that plan, execute and report the cleaning of buckets."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from prefect import get_run_logger, task
@@ -25,6 +26,7 @@ from millrace.cleanup import (
     read_first_keys,
     read_plan,
 )
+from millrace.cleanup.wiping import delete_plan
 from millrace.errors import MillraceError
 from millrace.storage import ObjectFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
@@ -162,6 +164,12 @@ def execute_wipe(
 
 
 @retried_task
+def delete_wipe_plan(spec: StoreSpec, plan: CleanupPlan) -> None:
+    """Delete the plan of a wipe that nobody has confirmed."""
+    delete_plan(open_store(spec, make_folder=False), plan.name)
+
+
+@retried_task
 def abort_stale_uploads(spec: StoreSpec, older_than: cleanup.Age, *, dry_run: bool) -> StaleUploads:
     """Find unfinished uploads, and abort the uploads unless ``dry_run`` is true."""
     found = find_stale_uploads(spec, older_than=older_than)
@@ -289,7 +297,7 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
         join(sentences, " "),
         _tabulate_rules(plan.header.rules, done.objects, done.size),
         _tabulate_junk(done.junk),
-        _tabulate_kept({**plan.totals.kept, **done.skipped}),
+        _tabulate_kept(Counter(plan.totals.kept) + Counter(done.skipped)),
         _list_unmatched_pins(plan.totals.unmatched_pins),
         gone if done.missing else Markdown(),
         tabulate_failures(done.failures),

@@ -197,6 +197,7 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert done.output.startswith("Failed: ")
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
+    assert not [one.key for one in list_objects(store, "_clean/") if "plan" in one.key]
 
 
 @pytest.mark.soak

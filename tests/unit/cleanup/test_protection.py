@@ -15,6 +15,7 @@ from millrace.cleanup import (
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.storage import exists, open_store
+from tasks.cleaning import describe_cleaning
 from tests.support.cleanup.material import BucketBuilder
 
 KEYS = RentalKeys("fleet")
@@ -60,6 +61,8 @@ def test_files_whose_machine_was_rented_since_the_plan_stay(bucket):
     done = execute(make_settings(bucket), plan.name)
     assert done.skipped == {"a machine of fleet that is not released uses it": 1}
     assert exists(bucket.store, LATE)
+    report = describe_cleaning(plan, done)  # of the one that the plan kept, and of this one
+    assert "| a machine of fleet that is not released uses it | 2 |" in report
 
 
 def test_the_scores_that_the_next_ones_follow_from_stay(tmp_path):
