@@ -1,5 +1,8 @@
 """Prove the rights of the credentials of buckets, on demand or every week."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,6 +41,48 @@ class AuditedBucket(BaseModel):
         return AuditedRole(store=store, prefix=self.prefix, **keys)
 
 
+class FoundRoles(NamedTuple):
+    """Roles of the buckets of an audit.
+
+    Attributes:
+        roles: Roles by their names.
+        missing: Descriptions of blocks that do not exist yet.
+        notes: Sentences about buckets that are not audited.
+    """
+
+    roles: dict[str, AuditedRole]
+    missing: list[str]
+    notes: list[str]
+
+
+def find_roles(buckets: Iterable[AuditedBucket]) -> FoundRoles:
+    """Look up the blocks of buckets, and return their roles.
+
+    Raises:
+        ConfigurationError: A bucket has no block, or its credentials cannot be used.
+    """
+    found = FoundRoles({}, [], [])
+    for one in buckets:
+        bucket = find_location(one.bucket)
+        if bucket is None:
+            found.missing.append(describe_bucket(one.bucket))
+            continue
+        if not isinstance(bucket, Bucket):
+            raise ConfigurationError(
+                f"{bucket} has no credentials to audit: name a Millrace Bucket block."
+            )
+        if bucket.read_google_credentials or bucket.write_google_credentials:
+            found.notes.append(
+                f"The credentials of Google for {bucket.url} are not audited: only key pairs of S3 "
+                "are."
+            )
+            continue
+        same_role = sum(name.partition(" ")[0] == bucket.role for name in found.roles)
+        name = f"{bucket.role} {same_role + 1}" if same_role else f"{bucket.role}"
+        found.roles[name] = one.make_role(bucket)
+    return found
+
+
 @draw_form
 @flow(name="audit-access", flow_run_name=make_name("audit", "buckets"))
 def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
@@ -48,28 +93,18 @@ def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
 
     Args:
         buckets: Buckets of all roles. The audit also tries the credentials of each role on the
-            buckets of other roles. A block that does not exist yet is skipped.
+            buckets of other roles. A block that does not exist yet is skipped, and so is one with
+            credentials of Google: the report says so.
     """
-    roles: dict[str, AuditedRole] = {}
-    missing: list[str] = []
-    for one in buckets:
-        bucket = find_location(one.bucket)
-        if bucket is None:
-            missing.append(describe_bucket(one.bucket))
-            continue
-        if not isinstance(bucket, Bucket):
-            raise ConfigurationError(
-                f"{bucket} has no credentials to audit: name a Millrace Bucket block."
-            )
-        same_role = sum(name.partition(" ")[0] == bucket.role for name in roles)
-        roles[f"{bucket.role} {same_role + 1}" if same_role else f"{bucket.role}"] = one.make_role(
-            bucket
-        )
+    roles, missing, notes = find_roles(buckets)
+    if notes and not roles:
+        raise ConfigurationError(f"{' '.join(notes)} Name a Millrace Bucket block with a key pair.")
     if missing:
         skipped_state = skip_run(missing, "no credentials were tried")
         if not roles:
             return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
     found = audit_buckets(AuditSettings(roles=roles))
+    found = found.model_copy(update={"notes": (*found.notes, *notes)})
     report_audit(found)
     if found.failures:
         first = "; ".join(
