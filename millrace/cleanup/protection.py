@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import orjson
@@ -26,6 +27,7 @@ from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Backend, Stat, Store, list_objects, read
 
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
+_MAX_SCOPES = 10_000  # scopes whose leases are cached; each folder of other objects is one
 _MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggregator's job
 _SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
 _MAX_TRAINING_SIZE = 1 << 20  # bytes of a campaign's committed training
@@ -97,7 +99,7 @@ class ProtectionPolicy:
         self._pinned_keys = frozenset(pins)
         self._pinned_folders = tuple(key.rstrip("/") + "/" for key in pins)
         self._check = check
-        self._census: dict[tuple[int, str], Census] = {}
+        self._open_census = lru_cache(maxsize=_MAX_SCOPES)(self._make_census)
         self._lease_cache: dict[str, tuple[float, str]] = {}
         self._machine_cache: tuple[float, dict[str, str]] = 0.0, {}
         self._heads: dict[tuple[str, str], ChainHead | str] = {}
@@ -162,10 +164,13 @@ class ProtectionPolicy:
     def _describe_own_holder(self, scope: str) -> str:
         """Return which process holds a lease of a scope itself; empty if none does."""
         now = time.monotonic()
-        expires_at, holder = self._lease_cache.get(scope, (now, ""))
+        expires_at, holder = self._lease_cache.pop(scope, (now, ""))
         if expires_at <= now:
             holder = next(self._iterate_holders(scope), "")
-            self._lease_cache[scope] = now + _LEASE_CACHE_SECONDS, holder
+            expires_at = now + _LEASE_CACHE_SECONDS
+        self._lease_cache[scope] = expires_at, holder  # the last one, as it was used last
+        if len(self._lease_cache) > _MAX_SCOPES:
+            del self._lease_cache[next(iter(self._lease_cache))]
         return holder
 
     def describe_training_campaign(self, dataset: str) -> str:
@@ -201,11 +206,14 @@ class ProtectionPolicy:
                 found[dataset].add(campaign)
         return dict(found)
 
+    def _make_census(self, number: int, scope: str) -> Census:
+        store, clock = self._stores[number]
+        return Census(store, scope, "", clock)
+
     def _iterate_holders(self, scope: str) -> Iterator[str]:
-        for number, (store, clock) in enumerate(self._stores):
-            census = self._census.setdefault((number, scope), Census(store, scope, "", clock))
+        for number in range(len(self._stores)):
             try:
-                holders = census.find_holders()
+                holders = self._open_census(number, scope).find_holders()
             except errors.CorruptError as error:  # a member can write what is no lease
                 yield f"a lease of {scope} may be held, as it cannot be read ({error})"
                 continue

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 
+from millrace.checkpoints import VerifyDepth
 from millrace.cleanup import (
     CleanupBucketPreset,
     CleanupKind,
@@ -12,8 +13,10 @@ from millrace.cleanup import (
     execute,
     make_plan,
 )
+from millrace.cleanup.protection import ProtectionPolicy
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.rentals import RentalKeys
+from millrace.lease import StoreClock
 from millrace.storage import exists, open_store
 from tasks.cleaning import describe_cleaning
 from tests.support.cleanup.material import BucketBuilder
@@ -76,3 +79,16 @@ def test_the_scores_that_the_next_ones_follow_from_stay(tmp_path):
     assert plan.totals.kept["the next scores of run follow from it"] == 1
     execute(settings, plan.name)
     assert [exists(bucket.store, key) for key in scores] == [False, False, True]
+
+
+def test_any_number_of_folders_costs_a_cleaning_memory_for_some(bucket, monkeypatch):
+    monkeypatch.setattr("millrace.cleanup.protection._MAX_SCOPES", 8)
+    clock = StoreClock.read_machine_clock()
+    policy = ProtectionPolicy([bucket.store], (), VerifyDepth.SIZES, clock)
+    bucket.put_lease("users/3", "owner")
+    for _ in range(2):
+        held = [number for number in range(50) if policy.describe_holder(f"users/{number}")]
+        assert held == [3]
+    assert len(policy._lease_cache) == policy._open_census.cache_info().currsize == 8
+    assert next(reversed(policy._lease_cache)) == "users/49"
+    assert "users" in policy._lease_cache  # above all of them, and asked for each time
