@@ -55,6 +55,13 @@ def test_a_wipe_above_a_rental_with_an_owner_is_refused(outer, inner):
         plan_wipe(outer.store.spec)
 
 
+@pytest.mark.parametrize("prefix", ["my data", "checkpoints", "_stores/a"])
+def test_a_wipe_above_a_store_with_a_prefix_that_no_name_has_is_refused(outer, prefix):
+    BucketBuilder(open_store(f"{outer.store.url}/{prefix}")).put_lease("words", "train-00000")
+    with pytest.raises(errors.HeldError, match=f"{prefix}/words is worked on by elsewhere"):
+        plan_wipe(outer.store.spec)
+
+
 @pytest.mark.parametrize("keys", [
     [KEYS.owner, KEYS.make_intent_key(0), KEYS.make_released_key(0)],
     [f"{KEYS.make_machine_prefix(0)}log/{number:06d}.txt" for number in range(3)],
