@@ -117,7 +117,8 @@ def parse_key(key: str) -> ParsedKey | None:
 
 def is_of_nested_store(key: str) -> bool:
     """Decide whether a key is that of an object in a store whose URL is below this one."""
-    return any(parse_key(key[slash.end() :]) for slash in re.finditer("/", key))
+    below = (parse_key(key[slash.end() :]) for slash in re.finditer("/", key))
+    return any(parsed and parsed.kind != "gathers" for parsed in below)  # Templar's are at the root
 
 
 def _match_worker_object(key: str) -> ParsedKey | None:
@@ -134,6 +135,8 @@ def _match_worker_object(key: str) -> ParsedKey | None:
 
 
 def _match_gather_object(key: str) -> ParsedKey | None:
+    if templar := re.fullmatch(r"gathers/([\w.]+)/.+\.npz", key):  # at the root of a bucket
+        return ParsedKey("gathers", "", templar[1])
     match = re.fullmatch(
         r"(.+)/gathers/(.+?)/(?:(chain)/(\d{9,})\.json|(\d{9,})-(\w{64})\.(?:npz|safetensors))", key
     )
@@ -177,14 +180,12 @@ def _match_record(key: str) -> ParsedKey | None:
 
 
 def _match_dataset_object(key: str) -> ParsedKey | None:
-    folders = key.split("/")
-    first = next((folder for folder in folders if folder in DATASET_FOLDERS), folders[-1])
-    name, _, inside = f"/{key}".partition(f"/{first}")
-    inside = f"{first}{inside}"
+    parts = key.split("/")
+    depth = next((i for i, part in enumerate(parts) if part in DATASET_FOLDERS), len(parts) - 1)
+    name, inside = "/".join(parts[:depth]), "/".join(parts[depth:])
     is_file = inside in {
         "plan.json", "manifest.json", "index.json", "block_digests.bin", "card.json", "README.md"
     } or _DATASET_FILES.fullmatch(inside)  # fmt: skip
-    name = name.removeprefix("/")
     return ParsedKey("dataset", name) if is_file and is_valid_name(name) else None
 
 
@@ -353,12 +354,14 @@ class Judge:
             name = "" if rule_kind == "other" else parsed.scope
             if rule_kind not in rule["kinds"] or not self._is_selected(rule, key, name):
                 continue
+            if parsed.kind == "gathers" and not rule.get("version"):
+                continue  # Templar's
             if rule.get("version") and not is_in_version_range(parsed.version, rule["version"]):
                 continue
             if rule.get("keep_every") and parsed.number % rule["keep_every"] == 0:
                 break
             keep = rule.get("keep_last", 0)
-            numbers = self.numbers[parsed.kind, parsed.scope, parsed.version]
+            numbers = self.numbers[parsed.kind, parsed.scope, parsed.version] - {-1}
             last = heapq.nlargest(keep, numbers) if keep else []
             if parsed.number in last:
                 break
