@@ -1,7 +1,7 @@
 """Copy single objects into another store, each with a proof that the copy is right."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,13 @@ import obstore
 
 from millrace import errors
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
-from millrace.cleanup.part_senders import PartSender, StorePartSender, read_whole
+from millrace.cleanup.part_senders import (
+    PartSender,
+    StorePartSender,
+    UnprovenPartError,
+    read_part,
+    read_whole,
+)
 from millrace.digest import compute_stream_digest
 from millrace.storage import (
     Backend,
@@ -36,7 +42,7 @@ from millrace.storage.folders import check_file_key
 from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
 from millrace.storage.object_keys import find_segment_fault
 from millrace.storage.retry import call_with_retries
-from millrace.storage.signed import can_sign, copy_with_signature
+from millrace.storage.signed import can_sign, copy_with_signature, shows_md5
 from millrace.storage.write import PART_SIZE, Writer
 
 if TYPE_CHECKING:
@@ -51,7 +57,11 @@ _MIB = 1 << 20
 _MAX_LARGE = 4  # large objects that are copied at once
 _MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
 _SOURCE_ETAG = "millrace-source-etag"
-"""Metadata of a copy whose ETag differs from that of its source, with the latter."""
+"""Metadata of a copy that is proven though its ETag differs from that of its source: the latter.
+
+It is written when the upload begins. So the upload is completed only if the store confirms the MD5
+of each part, or has copied the parts by itself.
+"""
 _ATTRIBUTES = {
     "CacheControl": "Cache-Control",
     "ContentDisposition": "Content-Disposition",
@@ -89,6 +99,7 @@ class ObjectCopier:
             make_boto3_client(one, max_attempts=1) if one.is_s3_compatible else None
             for one in (source, destination)
         )
+        self._can_note = True  # until the destination answers with other ETags than MD5s
         self._large = threading.BoundedSemaphore(_MAX_LARGE)
         self._lock = threading.Lock()
 
@@ -121,7 +132,7 @@ class ObjectCopier:
                 raise
             is_equal = self._are_equal(stat, written)
             return CopyOutcome.COPIED if is_equal else CopyOutcome.CONFLICT
-        if not is_proven and not self._have_equal_bytes(stat, head(self._destination, stat.key)):
+        if not is_proven and not self._is_right_copy(stat):
             raise errors.CorruptError(
                 f"{self._destination.make_url(stat.key)} had other bytes than "
                 f"{self._source.make_url(stat.key)} after the copy: another process wrote it, or "
@@ -157,6 +168,11 @@ class ObjectCopier:
             return False  # two MD5s of whole objects
         return self._is_noted_copy(stat, there) or self._have_equal_bytes(stat, there)
 
+    def _is_right_copy(self, stat: Stat) -> bool:
+        """Read an object and its copy, and compare them."""
+        written = self._find_target(stat)
+        return written is not None and self._have_equal_bytes(stat, written)
+
     def _is_noted_copy(self, stat: Stat, there: Stat) -> bool:
         """Decide by an object's metadata whether it is a proven copy. One request."""
         if self._client is None or stat.etag is None or stat.size < MIN_PART_SIZE:
@@ -167,6 +183,8 @@ class ObjectCopier:
             lambda s3: s3.head_object(**self._name_target(stat)),
             client=self._client,
         )
+        if not shows_md5(found["ResponseMetadata"]["HTTPHeaders"]):
+            return False  # the store did not confirm the MD5 of any part
         is_listed = found["ETag"].strip('"') == (there.etag or "").strip('"')
         return is_listed and found.get("Metadata", {}).get(_SOURCE_ETAG) == stat.etag
 
@@ -177,15 +195,24 @@ class ObjectCopier:
             etag = parse_etag(other_store, other.etag)
             if store.location.backend is Backend.FILE and etag is not None:
                 hasher = EtagHasher(self._find_part_size(other_store, other, etag[1])[0])
-                for block in stream(store, one.key):
+                for block in self._iterate_blocks(store, one):
                     hasher.update(block)
                 if hasher.compute_etag() == etag[0]:
                     return True
         digests = {
-            compute_stream_digest(stream(store, one.key, etag=one.etag))[0]
+            compute_stream_digest(self._iterate_blocks(store, one))[0]
             for store, one in (mine, theirs)
         }
         return len(digests) == 1
+
+    def _iterate_blocks(self, store: Store, stat: Stat) -> Iterator[bytes]:
+        """Yield the blocks of an object, also of one whose key obstore refuses."""
+        client = self._source_client if store is self._source else self._client
+        if client is None or not find_segment_fault(stat.key):
+            yield from stream(store, stat.key, etag=stat.etag)
+            return
+        for start in range(0, stat.size, PART_SIZE):
+            yield read_part(store, stat, start, min(start + PART_SIZE, stat.size), client)
 
     def _copy(self, stat: Stat) -> bool:
         """Copy an object; return whether its ETag proves the copy."""
@@ -298,24 +325,42 @@ class ObjectCopier:
         is_likely = is_told or by_store or stat.size <= _MAX_TRIAL
         with self._large:
             headers = self._fetch_headers(stat)
-            if parsed is not None and is_likely and smallest <= size <= largest:
+            is_exact = parsed is not None and is_likely and smallest <= size <= largest
+            if parsed is not None and is_exact:
                 try:
                     return self._send_parts(stat, size, headers, parsed[0], by_store=by_store)
-                except errors.CorruptError:
-                    if is_told:
-                        raise  # otherwise the source has other parts
-            noted = {**headers.get("Metadata", {}), _SOURCE_ETAG: stat.etag or ""}
+                except errors.CorruptError:  # other parts, or ETags that are no MD5s (SSE-KMS)
+                    pass
+            # A store that has copied other parts than it told is not trusted.
+            can_note = self._can_note and not (by_store and is_exact and is_told)
             own_size = max(PART_SIZE, -(-stat.size // (MAX_PARTS * _MIB)) * _MIB)
-            return self._send_parts(
-                stat, own_size, {**headers, "Metadata": noted}, "", by_store=by_store
-            )
+            if can_note:
+                noted = {**headers.get("Metadata", {}), _SOURCE_ETAG: stat.etag or ""}
+                try:
+                    return self._send_parts(
+                        stat,
+                        own_size,
+                        {**headers, "Metadata": noted},
+                        by_store=by_store,
+                        has_note=True,
+                    )
+                except UnprovenPartError:
+                    self._can_note = False
+            return self._send_parts(stat, own_size, headers, by_store=by_store)
 
     def _send_parts(
-        self, stat: Stat, size: int, headers: Mapping[str, Any], etag: str, *, by_store: bool
+        self,
+        stat: Stat,
+        size: int,
+        headers: Mapping[str, Any],
+        etag: str = "",
+        *,
+        by_store: bool,
+        has_note: bool = False,
     ) -> bool:
         """Copy an object by requests for single parts; return whether the copy is proven.
 
-        Parts that a killed process has sent are not sent again.
+        Parts that a killed process has sent are not sent again, if their proof is possible.
 
         Args:
             stat: Object to copy.
@@ -323,19 +368,23 @@ class ObjectCopier:
             headers: Attributes of the copy.
             etag: ETag that the copy must have; empty if it gets another one than its source.
             by_store: Whether the store copies by itself.
+            has_note: Whether the attributes say that the copy is proven.
 
         Raises:
             CorruptError: The parts do not have the ETag. No object was written.
+            UnprovenPartError: The store did not confirm the MD5 of a part of a copy with the note.
+                No object was written.
         """
         is_odd = bool(find_segment_fault(stat.key))  # obstore refuses it
         client = self._source_client if is_odd else None
-        sender = PartSender(self._source, stat, client, has_etag=bool(etag))
         upload = PartUpload(
             self._destination,
             stat.key,
             stat.size,
             size,
-            StorePartSender(self._name_source(stat), stat) if by_store else sender,
+            StorePartSender(self._name_source(stat), stat)
+            if by_store
+            else PartSender(self._source, stat, client, must_prove=has_note),
             etag=etag,
             headers=headers,
             overwrite=self._overwrite,
@@ -345,7 +394,7 @@ class ObjectCopier:
             return self._stream_parts(stat, size, headers, etag)
         found = upload.run()
         self._count(by_store=stat.size if by_store else 0, reused=upload.reused_bytes)
-        return by_store or (found == etag if etag else sender.is_proven)
+        return has_note or (bool(etag) and found == etag)
 
     def _stream_parts(self, stat: Stat, size: int, headers: Mapping[str, Any], etag: str) -> bool:
         """Copy an object part by part with obstore, which takes a third of the time of boto3.

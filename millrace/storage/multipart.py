@@ -60,6 +60,9 @@ class PartSource(Protocol):
             client: Client of the bucket.
             upload: Arguments that name the upload and the number of the part.
             part: Part to send.
+
+        Raises:
+            CorruptError: The part may not be used.
         """
         ...
 
@@ -117,7 +120,8 @@ class PartUpload:
 
         Raises:
             ExistsError: There is an object, and ``overwrite`` is false.
-            CorruptError: The parts do not have the ETag of the object. No object was written.
+            CorruptError: The parts do not have the ETag of the object, or the source refuses one.
+                No object was written.
             NotFoundError: Another process has completed or aborted the upload.
         """
         self.find_right_parts()
@@ -187,14 +191,18 @@ class PartUpload:
     def _send_missing(self, upload: UnfinishedUpload, done: dict[int, str]) -> str:
         """Send the parts that are not done, and return the ETag of the whole object."""
         missing = [part for part in self._parts if part.number not in done]
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="part") as pool:
-            try:
-                for part, etag in zip(
-                    missing, pool.map(partial(self._send, upload), missing), strict=True
-                ):
-                    done[part.number] = etag
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        try:
+            with ThreadPoolExecutor(self._concurrency, thread_name_prefix="part") as pool:
+                try:
+                    for part, etag in zip(
+                        missing, pool.map(partial(self._send, upload), missing), strict=True
+                    ):
+                        done[part.number] = etag
+                finally:
+                    pool.shutdown(wait=True, cancel_futures=True)
+        except CorruptError:  # its parts are of no use
+            abort_upload(self._store, upload)
+            raise
         return combine_etags([done[part.number] for part in self._parts])
 
     def _send(self, upload: UnfinishedUpload, part: UploadPart) -> str:

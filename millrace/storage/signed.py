@@ -293,9 +293,18 @@ def is_etag_md5(store: Store, key: str) -> bool:
         Whether the ETag is the MD5; false if the request failed.
     """
     headers = _fetch_headers(store, key, {})
+    return bool(headers) and shows_md5(headers)
+
+
+def shows_md5(headers: Mapping[str, str]) -> bool:
+    """Decide by the headers of an object whether its ETag is made of MD5s.
+
+    Args:
+        headers: Headers of the answer to a HEAD or a GET, with lower-case names.
+    """
     service = headers.get("x-amz-server-side-encryption", "")
     own_key = headers.get("x-amz-server-side-encryption-customer-algorithm", "")
-    return bool(headers) and not service.startswith("aws:kms") and not own_key
+    return not service.startswith("aws:kms") and not own_key
 
 
 def iterate_with_signature(

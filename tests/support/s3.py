@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from millrace.storage import Credentials, Store, open_store
@@ -77,6 +78,10 @@ class S3Endpoint:
             retry_timeout=retry_timeout,
         )
 
+    def list_headers(self, request: Request) -> dict[str, str]:
+        """Return further headers of the answer to a request."""
+        return {"ETag": self.etag} if self.etag else {}
+
     def answer(self, request: Request) -> tuple[int, bytes] | None:
         """Return the status and the body of an answer; None if it is lost."""
         self.requests.append(request)
@@ -114,13 +119,16 @@ class S3Endpoint:
                 return (404, _make_error("NoSuchKey")) if found is None else (200, found)
 
 
+EndpointT = TypeVar("EndpointT", bound=S3Endpoint)
+
+
 def _make_error(code: str, message: str = "") -> bytes:
     return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
 @contextmanager
-def serve_s3() -> Iterator[S3Endpoint]:
-    """Serve an S3 endpoint until the block ends."""
+def serve_s3(kind: type[EndpointT] = S3Endpoint) -> Iterator[EndpointT]:
+    """Serve an S3 endpoint of a class until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -132,7 +140,8 @@ def serve_s3() -> Iterator[S3Endpoint]:
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            answer = endpoint.answer(Request(self.command, self.path, headers, body))
+            request = Request(self.command, self.path, headers, body)
+            answer = endpoint.answer(request)
             if answer is None:
                 self.close_connection = True
                 return
@@ -147,8 +156,8 @@ def serve_s3() -> Iterator[S3Endpoint]:
             if shown:
                 self.send_header("Content-Range", shown)
             self.send_header("Content-Length", str(len(body)))
-            if endpoint.etag:
-                self.send_header("ETag", endpoint.etag)
+            for name, value in endpoint.list_headers(request).items():
+                self.send_header(name, value)
             self.send_header("Last-Modified", _MODIFIED)
             self.end_headers()
             if self.command != "HEAD":
@@ -159,7 +168,7 @@ def serve_s3() -> Iterator[S3Endpoint]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    endpoint = S3Endpoint(f"http://127.0.0.1:{server.server_address[1]}")
+    endpoint = kind(f"http://127.0.0.1:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
