@@ -162,11 +162,29 @@ class ObjectCopier:
             return False
         mine = parse_etag(self._source, stat.etag)
         theirs = parse_etag(self._destination, there.etag)
-        if mine is not None and mine == theirs:
+        if not stat.size or (mine is not None and mine == theirs):
             return True
-        if mine is not None and theirs is not None and not mine[1] and not theirs[1]:
-            return False  # two MD5s of whole objects
+        are_whole = mine is not None and theirs is not None and not mine[1] and not theirs[1]
+        if are_whole and self._have_md5s(stat):
+            return False
         return self._is_noted_copy(stat, there) or self._have_equal_bytes(stat, there)
+
+    def _have_md5s(self, stat: Stat) -> bool:
+        """Decide whether the ETags of two whole objects are MD5s. Up to two requests."""
+        both = (self._destination, self._source)
+        headers = (self._describe(store, stat)["ResponseMetadata"]["HTTPHeaders"] for store in both)
+        return all(map(shows_md5, headers))
+
+    def _describe(self, store: Store, stat: Stat) -> Any:
+        """Return the answer of boto3 to a HEAD of an object in one of the buckets. One request."""
+        is_source = store is self._source
+        names = self._name_source(stat) if is_source else self._name_target(stat)
+        return call_boto3(
+            store,
+            stat.key,
+            lambda s3: s3.head_object(**names),
+            client=self._source_client if is_source else self._client,
+        )
 
     def _is_right_copy(self, stat: Stat) -> bool:
         """Read an object and its copy, and compare them."""
@@ -177,12 +195,7 @@ class ObjectCopier:
         """Decide by an object's metadata whether it is a proven copy. One request."""
         if self._client is None or stat.etag is None or stat.size < MIN_PART_SIZE:
             return False
-        found = call_boto3(
-            self._destination,
-            there.key,
-            lambda s3: s3.head_object(**self._name_target(stat)),
-            client=self._client,
-        )
+        found = self._describe(self._destination, stat)
         if not shows_md5(found["ResponseMetadata"]["HTTPHeaders"]):
             return False  # the store did not confirm the MD5 of any part
         is_listed = found["ETag"].strip('"') == (there.etag or "").strip('"')
@@ -445,12 +458,7 @@ class ObjectCopier:
         with suppress(errors.NotFoundError):
             if self._client is None or not find_segment_fault(stat.key):
                 return head(self._destination, stat.key)
-            found = call_boto3(
-                self._destination,
-                stat.key,
-                lambda s3: s3.head_object(**self._name_target(stat)),
-                client=self._client,
-            )
+            found = self._describe(self._destination, stat)
             return Stat(stat.key, found["ContentLength"], found["ETag"], found["LastModified"])
         return None
 
@@ -483,13 +491,7 @@ class ObjectCopier:
         """Return the attributes of an object of a bucket, as boto3 names them."""
         if self._source_client is None:
             return {}
-        found: Any = call_boto3(
-            self._source,
-            stat.key,
-            lambda s3: s3.head_object(**self._name_source(stat)),
-            client=self._source_client,
-        )
-        return _select_attributes(found)
+        return _select_attributes(self._describe(self._source, stat))
 
     def _name_source(self, stat: Stat) -> Any:
         key = make_full_key(self._source, stat.key)

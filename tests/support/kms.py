@@ -34,6 +34,7 @@ class KmsEndpoint(S3Endpoint):
         uploads: Unfinished uploads by their identifiers.
         damaged: Number of uploads in parts that are still to be damaged when they are completed.
         tells: Whether answers name the encryption.
+        salt: Text that the ETags depend on, besides the bytes.
     """
 
     def __init__(self, url: str) -> None:
@@ -43,6 +44,7 @@ class KmsEndpoint(S3Endpoint):
         self.uploads = dict[str, Upload]()
         self.damaged = 0
         self.tells = True
+        self.salt = url
         self._numbers = itertools.count(1)
 
     def list_headers(self, request: Request) -> dict[str, str]:
@@ -50,7 +52,8 @@ class KmsEndpoint(S3Endpoint):
         key, query = _parse_path(request.path)
         encryption = {"x-amz-server-side-encryption": "aws:kms"} if self.tells else {}
         if "partNumber" in query and request.method == "PUT":
-            return {"ETag": f'"{_make_etag(query["partNumber"], self._read_source(request))}"'}
+            etag = self._make_etag(query["partNumber"], self._read_source(request))
+            return {"ETag": f'"{etag}"'}
         if key not in self.objects or query.keys() - {"partNumber", "x-id"}:
             return {}
         return {"ETag": f'"{self.make_etag(key)}"', **encryption, **self.metadata.get(key, {})}
@@ -58,7 +61,10 @@ class KmsEndpoint(S3Endpoint):
     def make_etag(self, key: str) -> str:
         """Return the ETag of an object, without quotes."""
         suffix = f"-{len(self.parts[key])}" if key in self.parts else ""
-        return _make_etag(key, self.objects[key]) + suffix
+        return self._make_etag(key, self.objects[key]) + suffix
+
+    def _make_etag(self, name: str, body: bytes) -> str:
+        return hashlib.sha256(f"{self.salt} {name}".encode() + body).hexdigest()[:32]
 
     def _do(self, request: Request) -> tuple[int, bytes]:
         key, query = _parse_path(request.path)
@@ -87,12 +93,12 @@ class KmsEndpoint(S3Endpoint):
             case "PUT":
                 body = self._read_source(request)
                 upload.parts[int(query["partNumber"])] = body
-                etag = _make_etag(query["partNumber"], body)
+                etag = self._make_etag(query["partNumber"], body)
                 return 200, _make_xml("CopyPartResult", ETag=etag)
             case "GET":
                 parts = (
                     f"<Part><PartNumber>{number}</PartNumber><Size>{len(body)}</Size>"
-                    f"<ETag>{_make_etag(str(number), body)}</ETag></Part>"
+                    f"<ETag>{self._make_etag(str(number), body)}</ETag></Part>"
                     for number, body in sorted(upload.parts.items())
                 )
                 return 200, f"<ListPartsResult>{''.join(parts)}</ListPartsResult>".encode()
@@ -149,10 +155,6 @@ def _parse_path(path: str) -> tuple[str, dict[str, str]]:
     parts = urlsplit(path)
     query = {name: one[0] for name, one in parse_qs(parts.query, keep_blank_values=True).items()}
     return unquote(parts.path).partition("/bucket")[2].removeprefix("/"), query
-
-
-def _make_etag(name: str, body: bytes) -> str:
-    return hashlib.sha256(name.encode() + body).hexdigest()[:32]
 
 
 def _select_metadata(request: Request) -> dict[str, str]:

@@ -174,6 +174,20 @@ def test_equal_objects_are_compared_without_reading_them(
     assert [line for line in asked if '"GET /' in line and "list-type" not in line] == []
 
 
+def test_only_objects_that_differ_are_asked_for_the_kind_of_their_etag(
+    rgw: RGW, source: Bucket, target: Bucket
+) -> None:
+    for key in ("equal", "differs"):
+        source.put(key, 100)
+    copy_objects(source.open(), target.open())
+    target.put("differs", 100)
+    before = len(rgw.list_requests())
+    assert copy_objects(source.open(), target.open()).conflicts == ["differs"]
+    asked = [line for line in rgw.list_requests()[before:] if "list-type" not in line]
+    assert len(asked) == 2
+    assert all('"HEAD /' in line and "/differs" in line for line in asked)
+
+
 @pytest.mark.parametrize("by_store", [True, False])
 def test_keys_that_clients_refuse_are_copied_between_buckets_and_named_by_folders(
     source: Bucket, target: Bucket, foreign: Bucket, tmp_path: Path, by_store: bool

@@ -94,3 +94,15 @@ def test_objects_with_parts_are_copied_into_an_encrypted_bucket(
         assert target.objects["to/large"] == target.objects["to//odd"] == body
         assert count(copy_objects(here, there)) == {CopyOutcome.EQUAL: 2}
         assert target.uploads == {}
+
+
+def test_small_objects_of_encrypted_buckets_are_compared_by_their_bytes(
+    target: KmsEndpoint,
+) -> None:
+    with serve_s3(KmsEndpoint) as origin:
+        origin.objects = {"a": b"body", "b//c": b"odd", "empty": b"", "folder/": b""}
+        assert count(copy_objects(origin.open(), target.open())) == {CopyOutcome.COPIED: 4}
+        assert count(copy_objects(origin.open(), target.open())) == {CopyOutcome.EQUAL: 4}
+        target.objects["a"] = b"BODY"
+        done = copy_objects(origin.open(), target.open())
+        assert (done.conflicts, done.objects[CopyOutcome.EQUAL]) == (["a"], 3)
