@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from millrace import errors
@@ -33,6 +34,7 @@ from millrace.storage.folders import remove_partial_files
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
+_MAX_UNAVAILABLE = 8  # objects without an answer, and no copy between them: the store is down
 
 _Pair = tuple[Stat, Stat | None]
 
@@ -68,7 +70,8 @@ def copy_objects(
 
     Raises:
         ConfigurationError: A store is inside the other one.
-        DeniedError, UnavailableError: A store cannot be listed, or the destination refuses writes.
+        DeniedError, UnavailableError: A store cannot be listed, the destination refuses writes, or
+            several objects in a row had no answer.
     """
     return _copy_pairs(
         source, destination, objects, overwrite=overwrite, dry_run=False, progress=progress
@@ -134,7 +137,7 @@ def _copy_pairs(
         remove_partial_files(destination, objects.prefix)
     pairs, files = _pair(source, destination, objects), _FileTracker(destination)
     metadata: list[_Pair] = []  # copied last, so that no reader finds it without its files
-    done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
+    collector = _OutcomeCollector(result)
 
     def select_others() -> Iterator[_Pair]:
         for stat, there in pairs:
@@ -151,18 +154,19 @@ def _copy_pairs(
         pending = 0
         for stat, there in chosen:
             copying = pool.submit(copier.copy, stat, there)
-            copying.add_done_callback(lambda one, stat=stat: done.put((stat, one)))
+            copying.add_done_callback(partial(collector.add, stat))
             pending += 1
-            pending -= _take_done(done, result, must_wait=pending >= _MAX_PENDING)
+            pending -= collector.take(must_wait=pending >= _MAX_PENDING)
             recorder.record()
         while pending:
-            pending -= _take_done(done, result, must_wait=True)
+            pending -= collector.take(must_wait=True)
             recorder.record()
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
         try:
             copy_all(select_others())
             copy_all(metadata)
+            collector.check_end()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     recorder.record(is_last=True)
@@ -172,40 +176,69 @@ def _copy_pairs(
     return result
 
 
-def _take_done(
-    done: "queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]]",
-    result: CopyResult,
-    *,
-    must_wait: bool,
-) -> int:
-    """Count the objects that are done, and return their number.
+class _OutcomeCollector:
+    """Collector of the outcomes of objects, which decides whether the copy goes on.
 
     Args:
-        done: Objects that are done.
         result: Result to count in.
-        must_wait: Whether to wait up to half a second for one.
-
-    Raises:
-        UnavailableError, NoSpaceError: No other object would fare better.
-        DeniedError: The same, since no object was copied before.
     """
-    count = 0
-    while True:
+
+    def __init__(self, result: CopyResult) -> None:
+        self._result = result
+        self._done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
+        self._unavailable: list[errors.UnavailableError] = []  # since the last copied object
+
+    def add(self, stat: Stat, copying: Future[CopyOutcome]) -> None:
+        """Add an object that is done. Threads may call this."""
+        self._done.put((stat, copying))
+
+    def take(self, *, must_wait: bool) -> int:
+        """Count the objects that are done, and return their number.
+
+        Args:
+            must_wait: Whether to wait up to half a second for one.
+
+        Raises:
+            UnavailableError: Several objects in a row had no answer.
+            NoSpaceError: No other object would fare better.
+            DeniedError: The same, since no object was copied before.
+        """
+        count = 0
+        while True:
+            try:
+                stat, copying = self._done.get(must_wait and not count, 0.5)
+            except queue.Empty:
+                return count
+            count += 1
+            self._take_one(stat, copying)
+
+    def check_end(self) -> None:
+        """Check that a store has answered for an object, if any did not have an answer.
+
+        Raises:
+            UnavailableError: It has not.
+        """
+        if self._unavailable and not any(self._result.objects.values()):
+            raise self._unavailable[-1]
+
+    def _take_one(self, stat: Stat, copying: Future[CopyOutcome]) -> None:
         try:
-            stat, one = done.get(must_wait and not count, 0.5)
-        except queue.Empty:
-            return count
-        count += 1
-        try:
-            result.add(stat, one.result())
-        except (errors.UnavailableError, errors.NoSpaceError):
+            outcome = copying.result()
+            self._result.add(stat, outcome)
+            if outcome is CopyOutcome.COPIED:  # others may have needed no request
+                self._unavailable.clear()
+        except errors.NoSpaceError:
             raise
         except errors.DeniedError as error:
-            if not any(result.objects.values()):
+            if not any(self._result.objects.values()):
                 raise
-            result.add_failure(stat.key, errors.format_error(error))
+            self._result.add_failure(stat.key, errors.format_error(error))
         except errors.MillraceError as error:
-            result.add_failure(stat.key, errors.format_error(error))
+            if isinstance(error, errors.UnavailableError):
+                self._unavailable.append(error)
+            if len(self._unavailable) >= _MAX_UNAVAILABLE:
+                raise
+            self._result.add_failure(stat.key, errors.format_error(error))
 
 
 def _refuse_overlap(source: Store, destination: Store) -> None:

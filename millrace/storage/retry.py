@@ -68,6 +68,13 @@ _WRITES = re.compile(r"Error performing (PUT|POST|DELETE|Put|Create|Upload|Delet
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _READS = re.compile(r"Error performing (GET [^\s?]+ |Get)")  # a listing has a query
 _KEY_LENGTH = re.compile(r"Credential access key has length (\d+), should be (\d+)")  # of R2
+_NO_ASCII = re.compile(
+    r'Metadata value for "+([^"]+)"+ contained non UTF-8'
+    r'|Non ascii characters found in S3 metadata for key "([^"]+)"'
+    r"|(\S+) header contained non UTF-8"
+)
+"""Refusal of an object's attribute by obstore, or by boto3."""
+_INVALID = "Parameter validation failed"  # by boto3, which has sent nothing
 _PROVIDER = "External GCP credential provider"
 _TRANSIENT = {
     "BadDigest",  # the bytes have changed on their way to the store
@@ -303,7 +310,8 @@ def _translate_final_error(
 ) -> errors.MillraceError | None:
     """Return Millrace's error for a permanent error of obstore; None for a transient one."""
     where = clean_text(store.make_url(key))
-    if known := _translate_backend_error(error, store, where) or _translate_range(error, where):
+    known = _translate_backend_error(error, store, where) or _translate_range(error, where)
+    if known := known or _translate_attribute(error, where):
         return known
     status = _parse_status(error)
     match error:
@@ -401,6 +409,20 @@ def _translate_range(error: BaseException, where: str) -> errors.MillraceError |
     said = str(error)
     if _parse_status(error) == 416 or "range was invalid" in said or "Invalid range" in said:
         return errors.CorruptError(f"{where} ends before the requested range of bytes.")
+    return None
+
+
+def _translate_attribute(error: BaseException, where: str) -> errors.MillraceError | None:
+    """Return the error of an object whose attributes no client sends or reads; None for others."""
+    said = str(error)
+    if found := _NO_ASCII.search(said):
+        return errors.MillraceError(
+            f"{where}: {clean_text(next(filter(None, found.groups())))} of its metadata has other "
+            "characters than ASCII, which clients of S3 refuse. Write the object again, with other "
+            "metadata."
+        )
+    if said.startswith(_INVALID):
+        return errors.MillraceError(f"{where}: {errors.format_error(error)}")
     return None
 
 

@@ -26,6 +26,7 @@ class Refusal:
         message: Message in the body of the answer.
         times: Number of requests that are still to be refused.
         body: Body of the answer; by default an error with the code and the message.
+        key: End of the keys of the requests; empty for all of them.
     """
 
     method: str
@@ -34,6 +35,12 @@ class Refusal:
     message: str = ""
     times: int = 1
     body: bytes = b""
+    key: str = ""
+
+    def takes(self, request: "Request") -> bool:
+        """Decide whether this is the answer to a request."""
+        is_of_key = urlsplit(request.path).path.endswith(self.key)
+        return bool(self.times) and self.method in {"", request.method} and is_of_key
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class S3Endpoint:
             self._do(request)
             return None
         for refusal in self.refusals:
-            if refusal.times and refusal.method in {"", request.method}:
+            if refusal.takes(request):
                 refusal.times -= 1
                 body = refusal.body or _make_error(refusal.code, refusal.message)
                 return refusal.status, body

@@ -6,7 +6,8 @@ from datetime import timedelta
 import pytest
 
 from millrace import errors
-from millrace.storage import Store, create, delete_one, list_objects, put, read
+from millrace.storage import Store, call_boto3, create, delete_one, list_objects, put, read
+from tests.support.kms import KmsEndpoint
 from tests.support.s3 import Refusal, S3Endpoint, serve_s3
 
 LARGE = bytes(300 * 1024)  # which this package sends itself
@@ -112,3 +113,26 @@ def test_an_answer_that_is_no_page_of_a_listing_is_requested_again(
     endpoint.refusals = [Refusal("GET", 200, "", body=body)]
     assert list(list_objects(endpoint.open(), exact=True)) == []
     assert len(endpoint.requests) == 2
+
+
+def test_metadata_that_clients_refuse_is_named_at_once() -> None:
+    with serve_s3(KmsEndpoint) as endpoint:
+        endpoint.objects["a"] = b"body"
+        endpoint.metadata["a"] = {"x-amz-meta-name": "ü".encode().decode("latin-1")}  # raw UTF-8
+        store = endpoint.open()
+        with pytest.raises(errors.MillraceError, match="/a: x-amz-meta-name of its metadata"):
+            read(store, "a")
+        assert len(endpoint.requests) == 1
+        for arguments, fault in (
+            ({"Metadata": {"name": "ü"}}, "name of its metadata has other characters than ASCII"),
+            ({"ContentType": 1}, "Invalid type for parameter ContentType"),
+        ):
+            with pytest.raises(errors.MillraceError, match=fault):
+                call_boto3(
+                    store,
+                    "a",
+                    lambda s3, arguments=arguments: s3.create_multipart_upload(
+                        Bucket="bucket", Key="a", **arguments
+                    ),
+                )
+        assert len(endpoint.requests) == 1
