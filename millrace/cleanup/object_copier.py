@@ -125,7 +125,7 @@ class ObjectCopier:
         if self._dry_run:
             return CopyOutcome.MISSING
         try:
-            is_proven = self._copy(stat)
+            is_proven = self._copy_unless_done(stat)
         except errors.ExistsError:  # written since the listing, maybe by a request of this copy
             written = self._find_target(stat)
             if written is None:  # deleted again, or no object: a folder, say
@@ -139,6 +139,19 @@ class ObjectCopier:
                 "the store has damaged it. Copy it again, with --overwrite."
             )
         return CopyOutcome.COPIED
+
+    def _copy_unless_done(self, stat: Stat) -> bool:
+        """Copy an object; return whether the copy is proven.
+
+        Another copy may use the parts of the same upload, and complete or abort the upload first.
+        """
+        try:
+            return self._copy(stat)
+        except errors.NotFoundError:
+            written = self._find_target(stat)
+            if written is not None and self._are_equal(stat, written):
+                return True
+        return self._copy(stat)
 
     def _check_key(self, key: str) -> None:
         """Check that the destination can have a key.

@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from millrace.storage import (
     Credentials,
     Store,
     StoreSpec,
+    abort_upload,
     list_uploads,
+    multipart,
     open_store,
     put,
     read,
@@ -464,6 +467,45 @@ def test_objects_that_were_written_after_the_listing_stay(
     assert done.conflicts == list(keys)
     assert {key: there.read(key) for key in there.list_etags()} == {**kept, "same": same}
     assert list(list_uploads(there.open())) == []
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
+@pytest.mark.parametrize("outcome", ["completed", "aborted"])
+def test_copies_that_share_the_upload_of_an_object_both_succeed(
+    source: Bucket,
+    foreign: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    has_parts: bool,
+    outcome: str,
+) -> None:
+    """The other copy uses the parts that this one has sent."""
+    sizes = (8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB, MIB)
+    body = source.put_parts("large", *sizes) if has_parts else source.put("large", sum(sizes))
+    target, name = (
+        (object_copier.ObjectCopier, "_check_absent")
+        if has_parts
+        else (multipart.PartUpload, "_send")
+    )
+    original, first = getattr(target, name), threading.Lock()
+
+    def go_on_then_end_upload(*arguments: Any) -> Any:
+        found = original(*arguments)
+        if first.acquire(blocking=False):
+            monkeypatch.setattr(target, name, original)
+            if outcome == "completed":
+                copy_objects(source.open(), foreign.open(), overwrite=True)
+            else:
+                for upload in list_uploads(foreign.open()):
+                    abort_upload(foreign.open(), upload)
+        return found
+
+    monkeypatch.setattr(target, name, go_on_then_end_upload)
+    monkeypatch.setattr(object_copier, "_PART_CONCURRENCY", 1)
+    done = copy_objects(source.open(), foreign.open(), overwrite=True)
+    assert first.locked()
+    assert count(done) == {CopyOutcome.COPIED: 1}
+    assert foreign.read("large") == body
+    assert list(list_uploads(foreign.open())) == []
 
 
 @pytest.mark.parametrize("kind", ["memory", "gcs"])
