@@ -40,7 +40,8 @@ class CopyResult:
         failures: Objects that could not be copied, up to 1,000.
         failed: Number of objects that could not be copied.
         skipped: Links to folders, links that lead nowhere, pipes, sockets and devices of a source
-            folder, which are not copied, up to 1,000.
+            folder, and empty objects that mark folders, which are copied only into S3 and R2; up
+            to 1,000.
         skipped_count: Number of them.
         seconds: Duration in seconds.
     """
@@ -72,7 +73,7 @@ class CopyResult:
             self.failures.append(ObjectFailure(key, reason))
 
     def add_unlisted(self, entry: UnlistedEntry) -> None:
-        """Count an entry of the source that is no object: a failure if it has bytes of its own."""
+        """Count an entry of the source that is not copied: a failure if it has bytes of its own."""
         if entry.reason is UnlistedReason.NAME:
             self.add_failure(entry.key, f"It was not copied: {entry.reason}. Rename it.")
             return

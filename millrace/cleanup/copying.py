@@ -29,8 +29,17 @@ from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
 from millrace.keys.checkpoints import is_metadata_key
 from millrace.progress import Progress, ignore_event
-from millrace.storage import Backend, Location, Stat, Store, StoreSpec, list_objects, open_store
-from millrace.storage.folders import remove_partial_files
+from millrace.storage import (
+    Backend,
+    Location,
+    Stat,
+    Store,
+    StoreSpec,
+    list_objects,
+    marks_folder,
+    open_store,
+)
+from millrace.storage.folders import UnlistedEntry, UnlistedReason, remove_partial_files
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
@@ -141,6 +150,9 @@ def _copy_pairs(
 
     def select_others() -> Iterator[_Pair]:
         for stat, there in pairs:
+            if marks_folder(stat) and not destination.is_s3_compatible:
+                result.add_unlisted(UnlistedEntry(stat.key, UnlistedReason.MARKER))
+                continue
             file = files.find_above(stat.key)
             if file and there is None:
                 reason = f"{destination.url} cannot have a file and a folder named {file!r}."

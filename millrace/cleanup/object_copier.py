@@ -26,6 +26,7 @@ from millrace.storage import (
     create,
     head,
     make_boto3_client,
+    marks_folder,
     open_writer,
     stream,
 )
@@ -200,9 +201,11 @@ class ObjectCopier:
         )
 
     def _is_right_copy(self, stat: Stat) -> bool:
-        """Read an object and its copy, and compare them."""
+        """Read an object and its copy, unless they are empty, and compare them."""
         written = self._find_target(stat)
-        return written is not None and self._have_equal_bytes(stat, written)
+        if written is None or written.size != stat.size:
+            return False
+        return not stat.size or self._have_equal_bytes(stat, written)
 
     def _is_noted_copy(self, stat: Stat, there: Stat) -> bool:
         """Decide by an object's metadata whether it is a proven copy. One request."""
@@ -295,7 +298,8 @@ class ObjectCopier:
 
     def _copy_whole(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object with its attributes through memory, by two requests."""
-        if find_segment_fault(stat.key) and self._source_client is not None:
+        is_readable = self._source_client is not None or marks_folder(stat)
+        if find_segment_fault(stat.key) and is_readable:
             return self._copy_odd_key(stat, parsed)
         options: GetOptions = {} if stat.etag is None else {"if_match": stat.etag}
 
@@ -320,11 +324,16 @@ class ObjectCopier:
 
     def _copy_odd_key(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy a small object whose key obstore refuses, such as one with a slash at its end."""
-        found: Any = call_boto3(
-            self._source,
-            stat.key,
-            lambda s3: read_whole(s3, {**self._name_source(stat), "IfMatch": stat.etag or ""}),
-            client=self._source_client,
+        names = {**self._name_source(stat), "IfMatch": stat.etag or ""}
+        found: Any = (
+            call_boto3(
+                self._source,
+                stat.key,
+                lambda s3: read_whole(s3, names),
+                client=self._source_client,
+            )
+            if self._source_client is not None
+            else {"Body": b""}  # the mark of a folder in GCS
         )
         body = found["Body"]
         absent: Any = {} if self._overwrite else {"IfNoneMatch": "*"}

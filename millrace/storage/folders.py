@@ -23,22 +23,23 @@ _HIDDEN = re.compile(r".*#[0-9]+", re.DOTALL)
 
 
 class UnlistedReason(StrEnum):
-    """Reason for which a listing of a folder leaves an entry out."""
+    """Reason for which a listing of a folder leaves an entry out, or a copy an object."""
 
     NAME = "its name ends in # and digits, which obstore keeps for partial files"
     UNFINISHED = "it is a partial file of a process that was killed, or that writes now"
     FOLDER_LINK = "it is a link to a folder"
     DANGLING_LINK = "it is a link that leads nowhere"
     SPECIAL = "it is a pipe, a socket or a device"
+    MARKER = "it is empty, and marks a folder"
 
 
 @dataclass(frozen=True, slots=True)
 class UnlistedEntry:
-    """Entry of a folder that is no object of the store.
+    """Entry of a folder that is no object of the store, or object that a copy leaves out.
 
     Attributes:
-        key: Path below the folder.
-        reason: Reason for which it is not listed.
+        key: Path below the folder, or key.
+        reason: Reason for which it is not listed, or not copied.
     """
 
     key: str

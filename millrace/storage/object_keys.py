@@ -2,7 +2,8 @@
 
 obstore drops the slashes at both ends of a key, so ``a/`` would address the object ``a``. obstore
 refuses other keys. An S3-compatible bucket may have objects with such keys: `list_objects` lists
-them, `delete` deletes them, and `millrace.storage.exact` lists them unchanged.
+them, `delete` deletes them, and `millrace.storage.exact` lists them unchanged. In GCS, this holds
+for empty objects whose keys end in a slash.
 """
 
 import re

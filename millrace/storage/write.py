@@ -12,6 +12,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
 from millrace import errors
+from millrace.extras import import_extra_module
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.file_writer import write_file
 from millrace.storage.object_keys import (
@@ -241,7 +242,8 @@ def delete(store: Store, keys: Iterable[str]) -> list[ObjectFailure]:
     """Delete objects, up to 1,000 per request. A missing object is a success.
 
     A key that obstore would refuse or change is deleted with its own request if the bucket is
-    S3-compatible. In a folder, nothing is deleted through a link to another folder.
+    S3-compatible. On GCS, this holds for keys that end in a slash (extra ``millrace[gcs]``). In a
+    folder, nothing is deleted through a link to another folder.
 
     Returns:
         Keys that could not be deleted, with the reasons.
@@ -330,6 +332,10 @@ def delete_one(store: Store, key: str, *, client: "S3Client | None" = None) -> N
         ConfigurationError: The store cannot delete this key.
     """
     with contextlib.suppress(errors.NotFoundError):
+        if store.location.backend is Backend.GS and key.endswith("/"):
+            requests = import_extra_module("millrace.storage.google_requests", "gcs")
+            requests.delete_exact_key(store, key)
+            return
         if not store.is_s3_compatible:
             check_key(store, key)
             if LinkFinder(store).is_linked(key):
