@@ -5,6 +5,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
+from pydantic import SecretStr
 
 from millrace.cleanup import (
     CleanupSettings,
@@ -38,14 +39,19 @@ def spec(request: pytest.FixtureRequest) -> StoreSpec:
     return make_spec("gcs", request)
 
 
+def put_mark(server: GCSServer, key: str) -> None:
+    """Write an empty object, as consoles do."""
+    request = Request(f"{server.endpoint}/bucket/{key}", data=b"", method="PUT")
+    with contextlib.closing(urlopen(request)):
+        pass
+
+
 @pytest.fixture
 def store(spec: StoreSpec, gcs: GCSServer) -> Store:
     """A store with marks, also beside objects of almost the same keys."""
     store = open_store(spec)
     for key in MARKS:
-        url = f"{gcs.endpoint}/bucket/{store.location.prefix}/{key}"
-        with contextlib.closing(urlopen(Request(url, data=b"", method="PUT"))):
-            pass
+        put_mark(gcs, f"{store.location.prefix}/{key}")
     for key in ("data-x", "data/x", "empty", "logs"):
         create(store, key, b"" if key == "empty" else key.encode())
     return store
@@ -66,6 +72,19 @@ def test_a_mark_is_deleted_and_the_object_beside_it_stays(store: Store) -> None:
     assert delete(store, ["logs/", "logs/"]) == []
     assert read(store, "logs") == b"logs"
     assert "logs/" not in list_keys(store)
+
+
+def test_a_mark_is_deleted_with_the_credentials_of_the_store(tmp_path: Path) -> None:
+    with GCSServer.start(tmp_path) as server:
+        for key in ("data/", "kept/"):
+            put_mark(server, key)
+        options = {"service_account_key": SecretStr(server.create_service_account())}
+        store = open_store(StoreSpec(url="gs://bucket", endpoint=server.endpoint, options=options))
+        assert delete(store, ["data/"]) == []
+        server.deny("storage.objects.delete")
+        (failure,) = delete(store, ["kept/"])
+        assert "the store refuses these credentials" in failure.reason
+        assert list_keys(store) == ["kept/"]
 
 
 def test_a_cleaning_deletes_the_marks_that_it_counts(spec: StoreSpec, store: Store) -> None:
