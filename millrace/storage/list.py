@@ -63,11 +63,11 @@ def list_objects(
             )
             for page in pages:
                 for meta in page:
-                    if not meta["path"].startswith(prefix):
-                        if is_ordered and meta["path"] > prefix:
+                    stat = _restore_key(store, make_stat(meta), offset, folder, exact=exact)
+                    if not stat.key.startswith(prefix):
+                        if is_ordered and stat.key > prefix:
                             return
                         continue
-                    stat = _restore_key(store, make_stat(meta), offset, exact=exact)
                     if stat.key == offset:  # with a slash at its end, and listed before an error
                         continue
                     has_advanced, offset = True, stat.key
@@ -86,24 +86,24 @@ def list_objects(
         return
 
 
-def _restore_key(store: Store, stat: Stat, last: str, *, exact: bool) -> Stat:
+def _restore_key(store: Store, stat: Stat, last: str, folder: str, *, exact: bool) -> Stat:
     """Append the slash that obstore has dropped from a key.
 
-    A key out of order had one, as an empty object of GCS under whose key there is nothing.
+    A key out of order had one. So had the key of an object that is listed below itself, and that of
+    an empty object under whose key there is nothing.
 
     Args:
         store: Store of the listing.
         stat: Object as obstore lists it.
         last: Key before it; empty if there is none.
-        exact: Whether to look for empty objects of GCS. One request for each.
+        folder: Folder that is listed, without a slash; empty if there is none.
+        exact: Whether to restore all keys of empty objects of GCS. One request for each.
     """
-    has_order = store.location.backend is not Backend.FILE
-    may_mark_folder = exact and store.location.backend is Backend.GS and not stat.size
-    if (has_order and last and stat.key <= last) or (
-        may_mark_folder and _is_missing(store, stat.key)
-    ):
-        return replace(stat, key=f"{stat.key}/")
-    return stat
+    is_ordered = store.location.backend is not Backend.FILE
+    is_shortened = is_ordered and bool(last) and stat.key <= last
+    if exact and store.location.backend is Backend.GS and not is_shortened:
+        is_shortened = stat.key == folder or (not stat.size and _is_missing(store, stat.key))
+    return replace(stat, key=f"{stat.key}/") if is_shortened else stat
 
 
 def _is_missing(store: Store, key: str) -> bool:

@@ -96,6 +96,17 @@ def test_a_cleaning_deletes_the_marks_that_it_counts(spec: StoreSpec, store: Sto
     assert left == ["empty", "logs", "logs/"]
 
 
+def test_a_mark_of_a_listed_folder_is_deleted_alone(spec: StoreSpec, store: Store) -> None:
+    """Its key is the prefix of the listing, and an object has the key without the slash."""
+    assert [stat.key for stat in list_objects(store, "logs/", exact=True)] == ["logs/"]
+    rule = {"kinds": ["other"], "older_than": "0s", "match": "logs/"}
+    settings = CleanupSettings(store=spec, rules=(Rule.model_validate(rule),))
+    done = execute(settings, make_plan(settings).name)
+    assert (done.deleted_objects, done.missing, done.failures) == (1, 0, ())
+    assert "logs/" not in list_keys(store)
+    assert read(store, "logs") == b"logs"
+
+
 def test_a_wipe_deletes_marks(spec: StoreSpec, store: Store) -> None:
     done = wipe(spec, plan_wipe(spec).name, confirm=f"bucket/{store.location.prefix}")
     assert (done.deleted_objects, done.failures) == (7, ())
