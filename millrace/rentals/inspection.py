@@ -44,18 +44,19 @@ class MachineInspector:
         """
         now = self._context.clock.monotonic()
         age = now - machine.rented_at
-        if machine.is_unconfirmed and instances is not None and age > LISTING_LAG:
+        if instances is not None:
+            self._context.update_instance(machine, machine.attempt.find_instance(instances))
+        is_missing = instances is not None and machine.instance is None and age > LISTING_LAG
+        if machine.is_unconfirmed and is_missing:
             return ReleaseDecision(
                 machine, ReleaseReason.NEVER_RENTED, "the create request got no answer"
             )
-        if instances is not None:
-            self._context.update_instance(machine, machine.attempt.find_instance(instances))
         self._read_reports(machine, now)
         if message := self._budget.check_traffic(machine, self._context.now()):
             return ReleaseDecision(machine, ReleaseReason.TOO_EXPENSIVE, message)
         if machine.reports.program_exit is not None:
             return _judge_exit(machine, machine.reports.program_exit.code)
-        if instances is not None and machine.instance is None and age > LISTING_LAG:
+        if is_missing:
             return ReleaseDecision(
                 machine, ReleaseReason.DEAD, "the provider does not list the machine any more"
             )

@@ -31,7 +31,7 @@ class LifeSigns:
         Its watchdog has destroyed it at its deadline, or `heartbeat_timeout` after the last
         heartbeat of its owner. A machine that has sent heartbeats since ended as long after the
         last one. A detached machine can outlive its owner, and its program. An attempt without a
-        contract has rented no machine.
+        contract and without a heartbeat has rented no machine.
 
         Args:
             attempt: Attempt that rented the machine.
@@ -40,10 +40,10 @@ class LifeSigns:
         Raises:
             UnavailableError: The store does not answer.
         """
-        if attempt.contract is None:
-            return attempt.intent.started_at
         machine = MachineKeys(self._keys.make_machine_prefix(attempt.number))
         age = self._measure_age(machine.heartbeat)
+        if attempt.contract is None and age is None:
+            return attempt.intent.started_at
         if attempt.is_detached:
             age = None if exists(self._store, machine.program_exit) else age
         elif self._owner_age is not None:

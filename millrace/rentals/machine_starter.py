@@ -172,24 +172,42 @@ class MachineStarter:
         )
 
     def confirm_machine(self, machine: Machine, instance_id: int) -> None:
-        """Record the number of a rented machine, and put the machine into its slot.
+        """Put a rented machine into its slot, and record its number.
+
+        If the number cannot be recorded, the machine stays unconfirmed, and the next listing
+        confirms it by its label.
 
         Args:
             machine: Machine.
             instance_id: Number of the machine at the provider.
         """
-        self.commit_contract(machine, instance_id)
         self._state.active[machine.slot] = machine
         self.pacer.note_answer()
+        if not self.commit_contract(machine, instance_id):
+            return
         self._policy.note_rented(machine.slot)
         self._context.progress(MachineRented(machine=machine.name, instance=instance_id))
 
-    def commit_contract(self, machine: Machine, instance_id: int) -> None:
-        """Record the number of a rented machine."""
+    def commit_contract(self, machine: Machine, instance_id: int) -> bool:
+        """Record the number of a rented machine; return whether the ledger has the number.
+
+        A failure is only logged: it must not prevent the release of a machine. A machine without a
+        number is found by its label.
+        """
         contract = Contract(instance_id=instance_id)
-        machine.attempt = replace(machine.attempt, contract=contract)
         key = self._context.keys.make_contract_key(machine.attempt.number)
-        commit_once(self._context.store, key, contract)
+        try:
+            commit_once(self._context.store, key, contract)
+        except errors.MillraceError as error:
+            logger.warning(
+                "The number of machine %s, %d, is not recorded yet: %s",
+                machine.name,
+                instance_id,
+                errors.format_error(error),
+            )
+            return False
+        machine.attempt = replace(machine.attempt, contract=contract)
+        return True
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
         """Take an offer; return whether there is a machine, or may be one.

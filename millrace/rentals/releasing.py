@@ -76,10 +76,13 @@ class MachineReleaser:
         now = self._context.clock.monotonic()
 
         def handle_destroyed(label: str) -> None:
-            decision = by_label[label]
-            was_never_rented = decision.reason is ReleaseReason.NEVER_RENTED
-            cost = decision.machine.compute_cost(self._context.now())
-            self.record(decision, cost=0.0 if was_never_rented else cost)
+            decision, machine = by_label[label], by_label[label].machine
+            is_billed = (
+                decision.reason is not ReleaseReason.NEVER_RENTED
+                or machine.reports.heartbeat is not None
+            )
+            cost = machine.compute_cost(self._context.now()) if is_billed else 0.0
+            self.record(decision, cost=cost)
 
         destroy_machines(
             self._context.vast,

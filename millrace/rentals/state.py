@@ -38,8 +38,12 @@ class RentalState:
 
     @property
     def _billed(self) -> tuple[Machine, ...]:
-        """Machines that are not known to be gone."""
-        return (*self.active.values(), *(one.machine for one in self.releasing.values()))
+        """Machines that are not known to be gone; of those without a slot, the proven ones."""
+        return (
+            *self.active.values(),
+            *(one.machine for one in self.releasing.values()),
+            *(one for one in self.unclaimed.values() if one.reports.heartbeat is not None),
+        )
 
     @property
     def dollars_per_hour(self) -> float:
@@ -74,10 +78,12 @@ class RentalState:
         self.unclaimed[machine.attempt.number] = machine
 
     def start_release(self, decision: ReleaseDecision) -> None:
-        """Free the slot of a machine that is to be released, and may exist for some time."""
+        """Count a machine that is to be released, and may exist for some time; free its slot."""
         machine = decision.machine
         self.releasing[machine.attempt.number] = decision
         self.costs[machine.attempt.number] = 0.0
+        self.unclaimed.pop(machine.attempt.number, None)
+        self.released.pop(machine.attempt.number, None)
         self._remove_active(machine)
 
     def add_release(self, machine: Machine, cost: float) -> None:

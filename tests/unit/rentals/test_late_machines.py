@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from millrace.rentals import machine_starter
 from millrace.rentals.late_machines import LateMachineClaimer
 from millrace.schemas.rental import ReleaseReason
 from millrace.storage import exists
 from tests.support.rentals.parts import HOUR, START, make_attempt, make_machine
-from tests.unit.rentals.test_machine_starter import Bench
+from tests.unit.rentals.test_machine_starter import Bench, fail
 
 
 @pytest.fixture
@@ -72,6 +73,32 @@ def test_the_price_of_a_late_machine_that_is_released_counts(
     (decision,) = claimer.claim_listed(bench.vast.list_instances(), fill_slots=True)
     assert decision.machine.compute_cost(START + HOUR) == 1.5
     assert exists(bench.context.store, bench.context.keys.make_raised_key(3, 0))
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_late_machine_whose_number_cannot_be_recorded_is_not_forgotten(
+    bench: Bench,
+    claimer: LateMachineClaimer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_taken: bool,
+) -> None:
+    machine = bench.state.unclaimed[0]
+    if is_taken:
+        bench.state.active[0] = make_machine(tmp_path, make_attempt(1, instance_id=4))
+    bench.vast.add(5, "label-0")
+    monkeypatch.setattr(machine_starter, "commit_once", fail)
+    decisions = claimer.claim_listed(bench.vast.list_instances(), fill_slots=True)
+    assert [one.machine for one in decisions] == [machine] * is_taken
+    assert (bench.state.active[0] is machine) is not is_taken
+    assert list(bench.state.unclaimed) == [0] * is_taken  # until its release starts
+    assert machine.is_unconfirmed
+    assert "The number of machine fleet/0, 5, is not recorded yet: 503" in caplog.text
+    bench.releaser.start_releases(decisions)
+    assert bench.state.unclaimed == {}
+    assert list(bench.vast.instances) == [5] * (not is_taken)
 
 
 def test_at_the_end_of_a_rental_all_unconfirmed_machines_are_released(

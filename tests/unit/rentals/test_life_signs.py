@@ -55,3 +55,12 @@ def test_a_machine_ended_at_its_deadline_and_one_without_a_contract_never_began(
     signs = LifeSigns(open_store(tmp_path.as_uri()), KEYS)
     assert signs.estimate_end(make_attempt(instance_id=1), START + 30 * HOUR) == START + 10 * HOUR
     assert signs.estimate_end(make_attempt(), START + 8 * HOUR) == START
+
+
+def test_a_heartbeat_proves_that_an_attempt_without_a_contract_has_a_machine(
+    tmp_path: Path,
+) -> None:
+    write_sign(tmp_path, MACHINE.heartbeat, 3 * HOUR)
+    signs = LifeSigns(open_store(tmp_path.as_uri()), KEYS)
+    end = signs.estimate_end(make_attempt(), START + 8 * HOUR) - START
+    assert end.total_seconds() == pytest.approx((5 * HOUR + TIMEOUT).total_seconds(), abs=60)

@@ -10,16 +10,18 @@ import pytest
 from millrace import errors
 from millrace.keys.rentals import MAX_ATTEMPTS
 from millrace.progress import Event
+from millrace.records import Record
 from millrace.rentals import list_attempts, machine_starter
 from millrace.rentals.budget import Budget
+from millrace.rentals.destroy import LISTING_LAG
 from millrace.rentals.machine_starter import CreatePacer, MachineStarter, OfferSource
 from millrace.rentals.ownership import Ownership, StepTimer
 from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.replacement import ReplacementPolicy
 from millrace.rentals.state import RentalState
-from millrace.schemas.rental import Intent, ReleaseReason
-from millrace.storage import put
+from millrace.schemas.rental import Contract, Intent, ReleaseReason
+from millrace.storage import Store, put
 from tests.support.rentals.parts import (
     FakeVast,
     ManualClock,
@@ -38,6 +40,7 @@ class Bench:
         events: Reported events.
         state: Machines of the rental.
         ownership: Ownership of the rental, which is not acquired.
+        releaser: Releaser of the rental's machines.
         starter: The starter.
     """
 
@@ -54,18 +57,23 @@ class Bench:
             settings.timeouts.heartbeat_timeout,
             StepTimer(timedelta(hours=1)),
         )
+        self.releaser = MachineReleaser(self.context, self.state)
         self.starter = MachineStarter(
             self.context,
             state=self.state,
             budget=Budget(settings),
             policy=self.policy,
             ownership=self.ownership,
-            releaser=MachineReleaser(self.context, self.state),
+            releaser=self.releaser,
         )
         self.starter.prepare()
 
     def list_attempts(self) -> list[Any]:
         return list_attempts(self.context.store, "fleet")
+
+
+def fail(*_: object) -> None:
+    raise errors.UnavailableError("503")
 
 
 @pytest.fixture
@@ -147,6 +155,44 @@ def test_a_create_request_without_an_answer_is_not_repeated(bench: Bench) -> Non
     bench.starter.rent_machine(0)
     assert len(bench.vast.creates) == 1
     assert bench.state.active[0].is_unconfirmed
+
+
+def fail_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ledger take no contract."""
+    commit_once = machine_starter.commit_once
+
+    def commit(store: Store, key: str, record: Record) -> object:
+        return fail() if isinstance(record, Contract) else commit_once(store, key, record)
+
+    monkeypatch.setattr(machine_starter, "commit_once", commit)
+
+
+def test_a_machine_whose_number_cannot_be_recorded_stays_unconfirmed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_contracts(patch)
+        bench.starter.rent_machine(0)
+    (machine,) = bench.state.machines
+    assert machine.is_unconfirmed
+    bench.starter.confirm_machine(machine, 1)
+    (attempt,) = bench.list_attempts()
+    assert attempt.contract == machine.attempt.contract == Contract(instance_id=1)
+    assert [type(one) for one in bench.events] == [OfferTaken, MachineRented]
+
+
+def test_a_refused_machine_is_destroyed_though_its_number_cannot_be_recorded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_contracts(monkeypatch)
+    bench.vast.refusal = "the bid is too low"
+    with pytest.raises(errors.NotFoundError, match="no offer"):
+        bench.starter.rent_machine(0)
+    assert bench.vast.instances == {}
+    bench.vast.clock.sleep(LISTING_LAG + 1)
+    bench.releaser.start_releases([])
+    reasons = [one.release_record.reason for one in bench.list_attempts()]
+    assert reasons == [ReleaseReason.OUTBID] * 3
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,20 @@ from millrace import errors
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder, Lease, LeaseTerm
 from millrace.progress import Event
-from millrace.records import commit_once
-from millrace.rentals import Rental, VastClient, reap, reaper, release_rental
+from millrace.records import Record, commit_once
+from millrace.rentals import (
+    Rental,
+    VastClient,
+    machine_starter,
+    reap,
+    reaper,
+    release_rental,
+)
+from millrace.rentals.destroy import LISTING_LAG
 from millrace.rentals.ledger import list_attempts
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineRented
-from millrace.schemas.rental import ReleaseReason
+from millrace.schemas.rental import Contract, ReleaseReason
 from millrace.storage import Store, exists, open_store, put, read
 from tests.support.rentals.parts import HOUR, START, FakeVast, make_offer_row, make_settings
 
@@ -466,6 +474,64 @@ def test_a_program_that_ended_without_an_owner_is_done_also_after_the_deadline(
     (attempt,) = list_attempts(bench.store, "fleet")
     assert attempt.release_record is not None
     assert attempt.release_record.reason is ReleaseReason.DONE
+
+
+def fail_first_contracts(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Have the ledger fail to take contracts some times."""
+    commit_once = machine_starter.commit_once
+
+    def commit(store: Store, key: str, record: Record) -> object:
+        nonlocal count
+        if isinstance(record, Contract) and count:
+            count -= 1
+            raise errors.UnavailableError("503")
+        return commit_once(store, key, record)
+
+    patch.setattr(machine_starter, "commit_once", commit)
+
+
+def test_a_contract_that_could_not_be_recorded_is_recorded_at_a_later_poll(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine keeps its slot meanwhile, however long the ledger does not answer."""
+    fail_first_contracts(monkeypatch, 3)
+    with bench.rent() as rental:
+        rental._fill_slots(threading.Event())
+        for _ in range(2):
+            bench.vast.clock.sleep(2 * LISTING_LAG)
+            bench.write_heartbeat(0)
+            rental._poll_machines()
+            assert not rental._state.find_missing_slots()
+        assert [one.contract for one in list_attempts(bench.store, "fleet")] == [None]
+        rental._poll_machines()
+        (attempt,) = list_attempts(bench.store, "fleet")
+        assert attempt.contract == Contract(instance_id=1)
+    assert len(bench.vast.creates) == 1
+
+
+@pytest.mark.parametrize("way", ["owner", "reap", "release"])
+def test_a_lost_machine_without_a_contract_counts_if_it_has_sent_heartbeats(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    rental = bench.rent()
+    rental.__enter__()
+    fail_first_contracts(monkeypatch, 1)
+    rental._fill_slots(threading.Event())
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    bench.write_heartbeat(0)
+    rental._stack.close()
+    bench.vast.instances.clear()
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    if way == "reap":
+        reap(settings, vast=vast)
+    elif way == "release":
+        release_rental(settings, "fleet", vast=vast)
+    else:
+        with bench.rent() as rental:
+            rental.wait_until_ready()
+            assert len(bench.vast.creates) == 2
+            assert rental.cost == pytest.approx(0.5, rel=0.1)
+    assert read_costs(bench)[0] == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("way", ["owner", "reap", "release"])
