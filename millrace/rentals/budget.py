@@ -6,13 +6,13 @@ from millrace.rentals.machines import Machine
 from millrace.rentals.offers import MAX_LIFETIME, Offer
 from millrace.rentals.settings import RentalSettings
 from millrace.rentals.state import RentalState
+from millrace.rentals.vast.api import DESTROY_INTERVAL
 from millrace.schemas.rental import MoneyLimits
 
 PRICE_TOLERANCE = 1.1
 """Multiple of the offered price above which a price counts as raised."""
 _TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have transferred
-RELEASE_TIME = timedelta(minutes=2)
-"""Time to release all machines, whose cost is reserved."""
+_CONFIRMATION_TIME = timedelta(minutes=2)  # until a listing shows no machine any more
 _MAX_HOURS = MAX_LIFETIME / timedelta(hours=1)
 _MIN_PRICE = 1e-6  # dollars an hour, so that a free machine divides nothing by zero
 _ROUNDING = 1e-6  # dollars by which sums of costs may differ
@@ -100,7 +100,8 @@ class Budget:
 
         The cost until the next check, and during the release of all machines, counts as spent.
         """
-        reserved_time = self._settings.timeouts.poll_interval + RELEASE_TIME
+        release_time = compute_release_time(len(state.machines) + len(state.releasing))
+        reserved_time = self._settings.timeouts.poll_interval + release_time
         reserved_cost = reserved_time / timedelta(hours=1) * state.dollars_per_hour
         cost = state.compute_cost(now)
         if cost + reserved_cost >= self._request.max_total:
@@ -139,6 +140,15 @@ class Budget:
             now: Current time.
         """
         return check_traffic(machine, now, self._limits)
+
+
+def compute_release_time(machines: int) -> timedelta:
+    """Return the time to release machines, for which the cost of all of them is reserved.
+
+    Destroy requests are sent one after another. The machines that are destroyed first cost less
+    than their reserve, which is left for requests whose answers take long.
+    """
+    return _CONFIRMATION_TIME + machines * DESTROY_INTERVAL
 
 
 def check_price(

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 from millrace.keys.rentals import RentalKeys
 from millrace.lease import StoreClock
-from millrace.rentals.budget import RELEASE_TIME, check_price, check_traffic
+from millrace.rentals.budget import check_price, check_traffic, compute_release_time
 from millrace.rentals.ledger import Attempt, list_attempts
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, make_machine
@@ -74,6 +74,7 @@ class DetachedBudget:
         as spent, unless the money lasts until the deadlines of the machines.
         """
         cost = hourly = remaining_cost = 0.0
+        listed = 0
         signs = LifeSigns(self._store, RentalKeys(rental), self._clock)
         for attempt in list_attempts(self._store, rental):
             if attempt.release_record is not None:
@@ -85,10 +86,13 @@ class DetachedBudget:
             else:
                 remaining_time = attempt.deadline - _CLOCK_TOLERANCE - self._now
                 hours = max(timedelta(0), remaining_time) / timedelta(hours=1)
+                listed += 1
                 hourly += machine.dollars_per_hour
                 remaining_cost += hours * machine.dollars_per_hour
             cost += machine.compute_cost(self._now)
-        reserved_cost = (_REAP_INTERVAL + RELEASE_TIME) / timedelta(hours=1) * hourly
+        reserved_cost = (
+            (_REAP_INTERVAL + compute_release_time(listed)) / timedelta(hours=1) * hourly
+        )
         if cost + min(remaining_cost, reserved_cost) < limits.max_total:
             return ""
         return f"${cost:.2f} of ${limits.max_total:.2f} are spent"

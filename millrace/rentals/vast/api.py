@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+DESTROY_INTERVAL = timedelta(seconds=3)
+"""Time from the answer to a destroy request until the next one, by the thresholds of the API."""
 _RETRY_TIMEOUT = timedelta(minutes=2)
 _REQUEST_TIMEOUT = 60.0  # seconds until a request without a complete answer fails
 _DESTROY_TIMEOUT = 20.0  # shorter for destroy requests, so that one does not delay the others
@@ -53,7 +55,7 @@ _INTERVALS = {  # seconds between two requests, by the thresholds of the API
     RequestKind.SEARCH: 6.0,
     RequestKind.CREATE: 4.5,
     RequestKind.LIST: 1.0,
-    RequestKind.DESTROY: 3.0,
+    RequestKind.DESTROY: DESTROY_INTERVAL.total_seconds(),
     RequestKind.USER: 1.0,
 }
 _LONGEST_TURN = 30.0  # seconds that a request without an answer holds up others of its kind

@@ -71,6 +71,15 @@ def test_the_costs_of_released_machines_count(tmp_path: Path) -> None:
     assert bench.find_excess(1, 3.8) == "$9.90 of $10.00 are spent"  # 17 minutes are reserved
 
 
+def test_money_is_reserved_until_the_last_of_many_machines_is_destroyed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_total=20.0, machines=20)
+    for number in range(20):
+        bench.add(make_attempt(number, instance_id=number, slot=number))
+    reserved = (15 + 2 + 1) / 60  # until the next run, the listings, and 20 destroy requests
+    assert bench.find_excess(0, 2.0 - reserved - 0.01) == ""
+    assert bench.find_excess(0, 2.0 - reserved + 0.01) == "$17.10 of $20.00 are spent"
+
+
 def test_the_money_for_the_last_hours_is_not_reserved_twice(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_total=5.0, machines=1)
     bench.add(make_attempt(0, instance_id=10, deadline=START + 10 * HOUR))
