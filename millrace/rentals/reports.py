@@ -148,9 +148,21 @@ def read_heartbeat(store: Store, keys: MachineKeys) -> MachineHeartbeat | None:
     Raises:
         UnavailableError: The store does not answer.
     """
+    return _fetch_report(store, keys.heartbeat, MachineHeartbeat)
+
+
+def read_program_exit(store: Store, keys: MachineKeys) -> ProgramExit | None:
+    """Return the report on the end of a program; None if there is none, or it is invalid.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    return _fetch_report(store, keys.program_exit, ProgramExit)
+
+
+def _fetch_report(store: Store, key: str, kind: type[M]) -> M | None:
     try:
-        body = read(store, keys.heartbeat, max_size=_MAX_REPORT_BYTES)
-        return MachineHeartbeat.model_validate_json(body)
+        return kind.model_validate_json(read(store, key, max_size=_MAX_REPORT_BYTES))
     except (errors.NotFoundError, errors.CorruptError, ValidationError):
         return None
 

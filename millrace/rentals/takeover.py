@@ -9,7 +9,7 @@ from millrace.rentals.context import RentalContext
 from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, ReleaseDecision
-from millrace.rentals.reports import read_heartbeat
+from millrace.rentals.reports import read_heartbeat, read_program_exit
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
@@ -20,6 +20,12 @@ _EXCLUDING_REASONS = {
     ReleaseReason.OUTBID,
     ReleaseReason.TOO_EXPENSIVE,
 }  # reasons after which a host is not rented again
+_FINAL_REASONS = {
+    ReleaseReason.DONE,
+    ReleaseReason.FAILED,
+    ReleaseReason.NEVER_RENTED,
+    ReleaseReason.TOO_EXPENSIVE,  # the machine may have sent false reports
+}  # reasons that tell whether the program has ended with exit code 0
 
 
 def list_own_attempts(context: RentalContext) -> list[Attempt]:
@@ -58,12 +64,15 @@ def take_over_machines(
     Returns:
         Decisions to release the machines without a slot: another machine has it, or the rental has
         fewer slots by now.
+
+    Raises:
+        UnavailableError: The store does not answer.
     """
     decisions: list[ReleaseDecision] = []
     for attempt in sorted(attempts, key=lambda one: one.contract is None):
         machine = context.make_machine(attempt)
         if attempt.release_record is not None:
-            _add_released(state, machine)
+            _add_released(context, state, machine)
             continue
         state.costs[attempt.number] = 0.0
         with suppress(UnavailableError):  # the money is counted before the first look at a report
@@ -96,13 +105,24 @@ def delete_detach_records(context: RentalContext, attempts: Sequence[Attempt]) -
         delete(context.store, keys)
 
 
-def _add_released(state: RentalState, machine: Machine) -> None:
-    """Add a machine with a release record to the state of a rental."""
+def _add_released(context: RentalContext, state: RentalState, machine: Machine) -> None:
+    """Add a machine with a release record to the state of a rental.
+
+    The reaper, and others that release machines without an owner, do not record whether the
+    program has ended with exit code 0. The machine's own report tells it.
+
+    Raises:
+        UnavailableError: The store does not answer. The program may have ended.
+    """
     record = machine.attempt.release_record
     assert record is not None
     state.costs[machine.attempt.number] = machine.compute_cost(record.released_at)
     state.released[machine.attempt.number] = machine
-    if record.reason is ReleaseReason.DONE:
+    is_done = record.reason is ReleaseReason.DONE
+    if machine.slot not in state.done and record.reason not in _FINAL_REASONS:
+        program_exit = read_program_exit(context.store, machine.reports.keys)
+        is_done = program_exit is not None and program_exit.code == 0
+    if is_done:
         state.done[machine.slot] = machine
     elif record.reason in _EXCLUDING_REASONS:
         state.excluded_host_ids.add(machine.attempt.intent.machine_id)

@@ -43,10 +43,11 @@ class Bench:
     def store(self) -> Store:
         return open_store(self.folder.as_uri())
 
-    def rent(self, *, detached: bool = False, **more: Any) -> Rental:
+    def rent(self, *, detached: bool = False, repeat: bool = False, **more: Any) -> Rental:
         return Rental(
             make_settings(self.folder, **more),
             detached=detached,
+            repeat=repeat,
             vast=cast("VastClient", self.vast),
             progress=self._write_heartbeats,
         )
@@ -532,6 +533,24 @@ def test_a_lost_machine_without_a_contract_counts_if_it_has_sent_heartbeats(
             assert len(bench.vast.creates) == 2
             assert rental.cost == pytest.approx(0.5, rel=0.1)
     assert read_costs(bench)[0] == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("way", ["reap", "release"])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_program_whose_end_only_others_have_seen_is_not_run_again(
+    bench: Bench, way: str, *, repeat: bool
+) -> None:
+    with bench.rent(detached=True) as rental:
+        rental.wait_until_ready()
+    put(bench.store, MachineKeys(KEYS.make_machine_prefix(0)).program_exit, b'{"code": 0}')
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    if way == "reap":
+        assert len(reap(settings, vast=vast).released) == 1
+    else:
+        assert release_rental(settings, "fleet", vast=vast) == 1
+    with bench.rent(repeat=repeat) as rental:
+        rental.wait_until_ready()
+        assert len(bench.vast.creates) == 1 + repeat
 
 
 @pytest.mark.parametrize("way", ["owner", "reap", "release"])

@@ -13,7 +13,7 @@ from millrace.rentals.destroy import record_release
 from millrace.rentals.ledger import Attempt
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import ReleaseDecision
-from millrace.rentals.messages import MachineHeartbeat
+from millrace.rentals.messages import MachineHeartbeat, ProgramExit
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import (
     delete_detach_records,
@@ -86,6 +86,23 @@ def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request
     assert state.active[0].attempt.instance_id == 11
     assert set(state.unclaimed) == {0}
     assert state.next_attempt == 2
+
+
+@pytest.mark.parametrize("code", [0, 1, None])
+@pytest.mark.parametrize("reason", list(ReleaseReason))
+def test_a_program_that_ended_with_exit_code_0_is_done_whoever_released_its_machine(
+    context: RentalContext, reason: ReleaseReason, code: int | None
+) -> None:
+    """Unless its owner has decided otherwise."""
+    write(context, make_attempt(0, instance_id=10), reason)
+    if code is not None:
+        key = MachineKeys(context.keys.make_machine_prefix(0)).program_exit
+        put(context.store, key, ProgramExit(code=code).model_dump_json().encode())
+    state = RentalState(2)
+    assert take_over(context, state) == []
+    undone = {ReleaseReason.FAILED, ReleaseReason.NEVER_RENTED, ReleaseReason.TOO_EXPENSIVE}
+    is_done = reason is ReleaseReason.DONE or (code == 0 and reason not in undone)
+    assert (0 in state.done) is is_done
 
 
 def test_the_traffic_of_a_machine_counts_from_the_beginning(context: RentalContext) -> None:
