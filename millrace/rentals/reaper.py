@@ -1,6 +1,7 @@
 """Release machines of this installation that have no living owner, or have passed their deadline.
 
-Detached machines are also released when they cost more than their owner has allowed.
+Detached machines are also released when they cost more than their owner has allowed, when their
+program has ended, and when they have failed.
 
 Only machines with this installation's label are touched. If the list of machines cannot be read
 completely, the reaper fails and releases nothing. While the reaper releases the machines of a
@@ -106,7 +107,8 @@ def reap(
 ) -> ReapResult:
     """Release the machines that have no living owner, or have passed their deadline.
 
-    Detached machines are also released when they cost more than their owner has allowed.
+    Detached machines are also released when they cost more than their owner has allowed, when their
+    program has ended, and when they have failed.
 
     Args:
         settings: Store of the ledger, and the account.
@@ -279,7 +281,10 @@ def _assess_machine(
     elif _has_program_ended(store, label):
         reason = "the program has ended"
     else:
-        reason = budget.find_excess(label.rental, attempt, instance)
+        signs = LifeSigns(store, RentalKeys(label.rental), owners.clock)
+        reason = signs.find_failure(attempt, instance, now) or budget.find_excess(
+            label.rental, attempt, instance
+        )
     cost = compute_recorded_cost(store, attempt, instance, now) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
 

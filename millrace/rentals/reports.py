@@ -160,6 +160,15 @@ def read_program_exit(store: Store, keys: MachineKeys) -> ProgramExit | None:
     return _fetch_report(store, keys.program_exit, ProgramExit)
 
 
+def read_setup(store: Store, keys: MachineKeys) -> SetupReport | None:
+    """Return the last report on an installation; None if there is none, or it is invalid.
+
+    Raises:
+        UnavailableError: The store does not answer.
+    """
+    return _fetch_report(store, keys.setup, SetupReport)
+
+
 def _fetch_report(store: Store, key: str, kind: type[M]) -> M | None:
     try:
         return kind.model_validate_json(read(store, key, max_size=_MAX_REPORT_BYTES))

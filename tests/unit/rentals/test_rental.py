@@ -422,6 +422,21 @@ def test_the_reaper_keeps_the_price_of_a_detached_machine_that_is_lost_later(ben
     assert read_released_cost(bench) == pytest.approx(1.5, rel=0.01)
 
 
+def test_a_detached_machine_that_has_failed_is_released(bench: Bench) -> None:
+    with bench.rent(detached=True, machines=2) as rental:
+        rental.wait_until_ready()
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    bench.vast.add(1, bench.vast.creates[0], actual_status="exited")
+    assert reap(settings, vast=vast).released == ()  # it has sent a heartbeat just now
+    written_at = time.time() - 2 * HOUR.total_seconds()
+    for number in (0, 1):
+        key = MachineKeys(KEYS.make_machine_prefix(number)).heartbeat
+        os.utime(bench.folder / key, (written_at, written_at))
+    (gone,) = reap(settings, vast=vast).released
+    assert "the machine is exited, and has sent no heartbeat for " in gone.release_reason
+    assert set(bench.vast.instances) == {2}  # no other sign than the silence
+
+
 def lose(bench: Bench, hours: float) -> None:
     """Rent a machine for an hour, and have it and its owner disappear for some hours."""
     rental = bench.rent()
