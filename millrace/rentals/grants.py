@@ -1,8 +1,9 @@
 """Locations that a machine may use, and its temporary credentials for them.
 
-R2 and S3 give credentials that last as long as the rental. Tokens of Google end within an hour, so
-`GoogleTokenRenewer` writes new ones into objects which the machine reads by signed URLs. Only the
-machine has the key that these objects are encrypted with, and its owner, who derives it.
+R2 and S3 give credentials that last until the machine's deadline, also if the machine is released
+before. Tokens of Google end within an hour, so `GoogleTokenRenewer` writes new ones into objects
+which the machine reads by signed URLs. Only the machine has the key that these objects are
+encrypted with, and its owner, who derives it.
 """
 
 import base64

@@ -83,7 +83,7 @@ class GuestFiles(BaseModel):
 
 
 class GuestConfig(BaseModel):
-    """Configuration of a machine. Its credentials are scoped, and expire with the rental.
+    """Configuration of a machine. Its credentials are scoped, and expire at its deadline.
 
     Attributes:
         store: Store with credentials for the machine's own folder.

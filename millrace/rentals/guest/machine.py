@@ -1,7 +1,7 @@
 """Run the program of a rented machine, and write its reports into the store.
 
 The machine does not have the API key of the account. Its credentials allow access to its own folder
-and to the prefixes of the program's storage grants. They expire with the rental.
+and to the prefixes of the program's storage grants. They expire at the machine's deadline.
 """
 
 import contextlib
