@@ -1,5 +1,6 @@
 """Destroy machines, and wait until a listing shows none of them."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 
@@ -24,7 +25,7 @@ The intent was written before the request, by another clock. So this lag is long
 `LISTING_LAG`.
 """
 DESTROY_TIMEOUT = timedelta(minutes=15)
-"""Time in which machines are destroyed again and again."""
+"""Time in which machines are destroyed again and again, after the first request for each."""
 
 
 def record_release(
@@ -61,7 +62,8 @@ def destroy_machines(
         past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine with
             one of these labels and without a number is gone once a listing lacks the label. With
             other labels, the function waits for the lag first.
-        timeout: Time after which no other round begins.
+        timeout: Time from the end of the first round, after which no other round begins. The first
+            round takes as long as one request for each machine.
 
     Raises:
         UnavailableError: Some machines may still exist after the timeout.
@@ -69,6 +71,7 @@ def destroy_machines(
     """
     clock = vast.clock
     started = clock.monotonic()
+    give_up_at = math.inf  # until the first round ends
     remaining, accepted, last_error = dict(machines), set[str](), ""
     callback_error: Exception | None = None
     while remaining:
@@ -95,7 +98,8 @@ def destroy_machines(
                 on_destroyed(label)
             except Exception as error:  # noqa: BLE001 - raised at the end
                 callback_error = error
-        if remaining and clock.monotonic() - started >= timeout.total_seconds():
+        give_up_at = min(give_up_at, clock.monotonic() + timeout.total_seconds())
+        if remaining and clock.monotonic() >= give_up_at:
             raise errors.UnavailableError(
                 f"The release of {', '.join(sorted(remaining))} is not confirmed"
                 f"{f' ({last_error})' if last_error else ''}: look at the provider's page of "

@@ -1,14 +1,16 @@
 """Released machines are destroyed, recorded with their costs, and reported."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from millrace import errors
 from millrace.progress import Event
 from millrace.records import commit_once
-from millrace.rentals import Machine, list_attempts
+from millrace.rentals import Instance, Machine, VastClient, list_attempts
 from millrace.rentals.budget import Budget
+from millrace.rentals.destroy import DESTROY_TIMEOUT, destroy_machines
 from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.releasing import MachineReleaser
@@ -55,6 +57,34 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
+
+
+def test_the_release_of_many_machines_may_take_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing shows each machine for ten seconds after its destroy request."""
+    vast, destroyed_at, gone = FakeVast(), dict[int, float](), list[str]()
+    machines = {f"label-{number}": number for number in range(256)}
+    for label, number in machines.items():
+        vast.add(number, label)
+
+    def destroy(number: int) -> None:
+        vast.clock.sleep(4.0)
+        destroyed_at.setdefault(number, vast.clock.elapsed)
+
+    def list_instances() -> list[Instance]:
+        elapsed = vast.clock.elapsed
+        return [
+            one
+            for one in vast.instances.values()
+            if elapsed - destroyed_at.get(one.id, elapsed) < 10.0
+        ]
+
+    monkeypatch.setattr(vast, "destroy_instance", destroy)
+    monkeypatch.setattr(vast, "list_instances", list_instances)
+    destroy_machines(cast("VastClient", vast), machines, gone.append)
+    assert sorted(gone) == sorted(machines)
+    assert destroyed_at[255] - destroyed_at[0] > DESTROY_TIMEOUT.total_seconds()
 
 
 def test_a_released_machine_is_destroyed_recorded_and_reported(bench: Bench) -> None:
