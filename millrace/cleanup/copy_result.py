@@ -9,6 +9,19 @@ from millrace.storage.folders import UnlistedEntry, UnlistedReason
 _MAX_LISTED = 1000  # keys of conflicts and failures that are kept
 
 
+@dataclass(frozen=True, slots=True)
+class SkippedEntry:
+    """Object, or entry of a folder, that is not copied.
+
+    Attributes:
+        key: Key of the object, or path below the folder.
+        reason: Reason for which it is not copied.
+    """
+
+    key: str
+    reason: str
+
+
 class CopyOutcome(StrEnum):
     """Outcome of one object.
 
@@ -40,8 +53,8 @@ class CopyResult:
         failures: Objects that could not be copied, up to 1,000.
         failed: Number of objects that could not be copied.
         skipped: Links to folders, links that lead nowhere, pipes, sockets and devices of a source
-            folder, and empty objects that mark folders, which are copied only into S3 and R2; up
-            to 1,000.
+            folder, empty objects that mark folders, which are copied only into S3 and R2, and the
+            identities of installations; up to 1,000.
         skipped_count: Number of them.
         seconds: Duration in seconds.
     """
@@ -55,7 +68,7 @@ class CopyResult:
     conflicts: list[str] = field(default_factory=list[str])
     failures: list[ObjectFailure] = field(default_factory=list[ObjectFailure])
     failed: int = 0
-    skipped: list[UnlistedEntry] = field(default_factory=list[UnlistedEntry])
+    skipped: list[SkippedEntry] = field(default_factory=list[SkippedEntry])
     skipped_count: int = 0
     seconds: float = 0.0
 
@@ -77,6 +90,10 @@ class CopyResult:
         if entry.reason is UnlistedReason.NAME:
             self.add_failure(entry.key, f"It was not copied: {entry.reason}. Rename it.")
             return
+        self.add_skipped(entry.key, entry.reason)
+
+    def add_skipped(self, key: str, reason: str) -> None:
+        """Count an object, or an entry of the source, that is not copied."""
         self.skipped_count += 1
         if len(self.skipped) < _MAX_LISTED:
-            self.skipped.append(entry)
+            self.skipped.append(SkippedEntry(key, reason))

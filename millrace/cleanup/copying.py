@@ -10,6 +10,9 @@ writer) go with them. Large objects are copied in the parts that they were uploa
 has the ETag of its source, which proves the bytes (`millrace.storage.etags`), and the parts that a
 killed process has sent are not sent again. Where ETags prove nothing, the copy is read back, unless
 the store has made it by itself.
+
+The identity of an installation is not copied: with it, the reaper of the copy would release the
+machines that are rented with the source.
 """
 
 import queue
@@ -28,6 +31,7 @@ from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
 from millrace.keys.checkpoints import is_metadata_key
+from millrace.keys.rentals import is_installation_key
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
     Backend,
@@ -44,6 +48,9 @@ from millrace.storage.folders import UnlistedEntry, UnlistedReason, remove_parti
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
 _MAX_UNAVAILABLE = 8  # objects without an answer, and no copy between them: the store is down
+_INSTALLATION_REASON = (
+    "it is the identity of this store for rented machines, and each store gets its own"
+)
 
 _Pair = tuple[Stat, Stat | None]
 
@@ -150,6 +157,9 @@ def _copy_pairs(
 
     def select_others() -> Iterator[_Pair]:
         for stat, there in pairs:
+            if is_installation_key(stat.key):
+                result.add_skipped(stat.key, _INSTALLATION_REASON)
+                continue
             if marks_folder(stat) and not destination.is_s3_compatible:
                 result.add_unlisted(UnlistedEntry(stat.key, UnlistedReason.MARKER))
                 continue

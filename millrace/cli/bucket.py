@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Rule,
         WorkerJunk,
     )
+    from millrace.cleanup.copy_result import SkippedEntry
     from millrace.storage import Store, VersionCount
     from millrace.storage.folders import UnlistedEntry
 
@@ -297,9 +298,11 @@ def copy(
 
 
 def _show_unlisted(
-    entries: "Sequence[UnlistedEntry]", count: int | None = None, verb: str = "left out"
+    entries: "Sequence[UnlistedEntry | SkippedEntry]",
+    count: int | None = None,
+    verb: str = "left out",
 ) -> None:
-    """Name the first entries of a folder that are no objects of it, with the reasons."""
+    """Name the first entries that a command leaves out, with the reasons."""
     for one in entries[:_SHOWN_UNLISTED]:
         echo(f"{clean_text(one.key)} is {verb}: {one.reason}.", err=True)
     if (more := (len(entries) if count is None else count) - _SHOWN_UNLISTED) > 0:

@@ -213,6 +213,11 @@ def parse_price_number(kind: str) -> int | None:
     return int(digits) if stem == "raised" else None
 
 
+def is_installation_key(key: str) -> bool:
+    """Tell whether a key is `INSTALLATION`, in a store or in a store that is a prefix of it."""
+    return split_nested_key(key)[1] == INSTALLATION
+
+
 class AttemptSurvey:
     """Survey of the attempts in a listing: in the ledger of a store, and of stores below it."""
 

@@ -56,6 +56,11 @@ def is_ours(text: str, installation: str) -> bool:
     return text.startswith(make_label_prefix(installation))
 
 
+def is_foreign(text: str, installation: str) -> bool:
+    """Tell whether a label is of another installation."""
+    return text.startswith(f"{_PREFIX}/") and not is_ours(text, installation)
+
+
 def make_label_prefix(installation: str) -> str:
     """Return the beginning of every label of an installation."""
     return f"{_PREFIX}/{installation}/"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TypeVar
 
 from millrace import errors
@@ -18,6 +19,7 @@ from millrace.keys.rentals import (
     parse_price_number,
 )
 from millrace.records import Record, commit_once, fetch
+from millrace.rentals.labels import is_foreign
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import (
     Contract,
@@ -29,7 +31,7 @@ from millrace.schemas.rental import (
     ReleaseReason,
     ReleaseRecord,
 )
-from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.storage import Backend, Store, StoreSpec, list_objects, open_store
 
 R = TypeVar("R", bound=Record)
 
@@ -47,12 +49,36 @@ def ensure_installation(store: Store) -> str:
     """Return the identity of this installation; create it if the store has none.
 
     Each store has one identity. It distinguishes installations that share an account.
+
+    Raises:
+        ConfigurationError: The identity was copied from another store, whose machines it names.
     """
-    candidate = Installation(id=secrets.token_hex(6))
+    location = describe_location(store)
     try:
-        return fetch(store, INSTALLATION, Installation).id
+        record = fetch(store, INSTALLATION, Installation)
     except errors.NotFoundError:
-        return commit_once(store, INSTALLATION, candidate).record.id
+        candidate = Installation(id=secrets.token_hex(6), location=location)
+        record = commit_once(store, INSTALLATION, candidate).record
+    if record.location not in {"", location}:
+        raise errors.ConfigurationError(
+            f"{store.make_url(INSTALLATION)} is the identity of {record.location}, and this store "
+            f"is {location}. If this store is a copy, the machines belong to the other store: "
+            "delete that object here, and the copy gets its own identity. If both are one store, "
+            f"open it as {record.location}."
+        )
+    return record.id
+
+
+def describe_location(store: Store) -> str:
+    """Return the bucket and the prefix of a store, or the path of a folder without links.
+
+    The result is equal for all URLs and endpoints by which one store is reached. So an account or
+    an endpoint is no part of it.
+    """
+    location = store.location
+    if location.backend is Backend.FILE:
+        return str(Path(location.bucket).resolve())
+    return f"{location.bucket}/{location.prefix}".rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +266,32 @@ def refuse_foreign_machines(rental: str, machines: int) -> None:
         raise errors.ConfigurationError(
             f"{count} of {rental} were rented with another account of Vast.ai, and are not "
             "released: use the API key of that account, or release the rental with that key first."
+        )
+
+
+def refuse_copied_attempts(store: Store, rental: str, attempts: Iterable[Attempt]) -> None:
+    """Refuse to continue with machines of another store, from which the ledger was copied.
+
+    Args:
+        store: Store of the ledger.
+        rental: Name of the rental.
+        attempts: Attempts of the rental.
+
+    Raises:
+        ConfigurationError: Machines that are not released have the label of another installation.
+    """
+    installation = ensure_installation(store)
+    copied = [
+        one
+        for one in attempts
+        if one.release_record is None and is_foreign(one.intent.label, installation)
+    ]
+    if copied:
+        count = "1 machine" if len(copied) == 1 else f"{len(copied)} machines"
+        raise errors.ConfigurationError(
+            f"{store.url} has the records of {count} of {rental} that another store has rented: it "
+            "is a copy of that store. Release the rental with the other store, and run `millrace "
+            "machine reap` with this one; or choose another name."
         )
 
 

@@ -6,7 +6,12 @@ from millrace import errors
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
-from millrace.rentals.ledger import list_attempts, record_price, refuse_foreign_machines
+from millrace.rentals.ledger import (
+    list_attempts,
+    record_price,
+    refuse_copied_attempts,
+    refuse_foreign_machines,
+)
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import compute_recorded_cost
 from millrace.rentals.ownership import acquire_ownership
@@ -39,7 +44,7 @@ def release_rental(
 
     Raises:
         ConfigurationError: Another account pays for some machines. The machines of this account
-            were released.
+            were released. Or another store has rented the machines.
         HeldError: The rental has a living owner, which releases its machines when it ends.
         NotFoundError: There is no such rental.
         UnavailableError: Some machines may still exist.
@@ -53,6 +58,7 @@ def release_rental(
             raise errors.NotFoundError(
                 f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
             )
+        refuse_copied_attempts(store, rental, attempts)
         own_account = vast.identify_account()
         unreleased = [
             one

@@ -89,6 +89,7 @@ def list_rentals(
         vast: Client of the account; by default that of the settings.
 
     Raises:
+        ConfigurationError: The identity of the installation was copied from another store.
         UnavailableError: The provider's list, or a lease, cannot be read.
     """
     store, vast = open_store(settings.store), vast or open_account(settings.account)
@@ -117,6 +118,8 @@ def reap(
         progress: Receives `MachineReleased` for each machine. Its errors are logged.
 
     Raises:
+        ConfigurationError: The identity of the installation was copied from another store. Nothing
+            is released.
         UnavailableError: The machines cannot be listed, or may still exist.
     """
     store, vast = open_store(settings.store), vast or open_account(settings.account)

@@ -127,7 +127,8 @@ class Rental:
         """Acquire the rental, and take over its machines.
 
         Raises:
-            ConfigurationError: Another account pays for machines of this rental.
+            ConfigurationError: Another account pays for machines of this rental, or another store
+                has rented them.
             HeldError: The rental has another owner.
         """
         with contextlib.ExitStack() as stack:

@@ -6,7 +6,12 @@ from contextlib import suppress
 from millrace.errors import UnavailableError
 from millrace.formatting import format_count
 from millrace.rentals.context import RentalContext
-from millrace.rentals.ledger import Attempt, list_attempts, refuse_foreign_machines
+from millrace.rentals.ledger import (
+    Attempt,
+    list_attempts,
+    refuse_copied_attempts,
+    refuse_foreign_machines,
+)
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.reports import read_heartbeat, read_program_exit
@@ -32,9 +37,11 @@ def list_own_attempts(context: RentalContext) -> list[Attempt]:
     """Return all attempts of a rental, if this account pays for all that are not released.
 
     Raises:
-        ConfigurationError: Another account pays for machines of this rental.
+        ConfigurationError: Another account pays for machines of this rental, or another store has
+            rented them.
     """
     attempts = list_attempts(context.store, context.settings.name)
+    refuse_copied_attempts(context.store, context.settings.name, attempts)
     own_account = context.vast.identify_account()
     foreign = [
         one for one in attempts if one.release_record is None and one.intent.account != own_account

@@ -47,11 +47,14 @@ class Installation(Record):
 
     Attributes:
         id: Identity, which the label of each machine contains.
+        location: Location of the store, by which a copy of the record in another store is refused.
+            Empty in records of earlier versions.
     """
 
     record_kind: ClassVar[str] = "rental-installation"
 
     id: str
+    location: str = ""
 
 
 class Intent(Record):

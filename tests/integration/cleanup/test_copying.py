@@ -28,6 +28,7 @@ from millrace.storage import (
     Store,
     StoreSpec,
     abort_upload,
+    list_objects,
     list_uploads,
     multipart,
     open_store,
@@ -619,3 +620,22 @@ def test_a_folder_that_is_not_there_is_made_unless_it_is_a_dry_run(tmp_path: Pat
     assert (tmp_path / "new/there/a.bin").read_bytes() == b"abc"
     absent = CliRunner().invoke(main, ["bucket", "copy", words[2], str(tmp_path / "s.yaml")])
     assert (absent.exit_code, "no settings file" in absent.output) == (2, True)
+
+
+def test_identities_of_installations_are_named_and_not_copied(tmp_path: Path) -> None:
+    """The reaper of the copy would release the machines of the source."""
+    keys = ("_rentals/installation.json", "a/b/_rentals/installation.json")
+    others = (
+        "_rentals/fleet/attempts/000000-intent.json",
+        "_machines/x/_rentals/installation.json",
+    )
+    store = open_store((tmp_path / "here").as_uri())
+    for key in (*keys, *others):
+        put(store, key, b"{}")
+    arguments = ["bucket", "copy", str(tmp_path / "here"), str(tmp_path / "there")]
+    for extra in (["--dry-run"], [], ["--overwrite", "--yes"]):
+        done = CliRunner().invoke(main, [*arguments, *extra])
+        assert done.exit_code == 0
+        assert all(f"{key} is not copied: it is the identity" in done.output for key in keys)
+    copied = open_store((tmp_path / "there").as_uri())
+    assert sorted(stat.key for stat in list_objects(copied)) == sorted(others)
