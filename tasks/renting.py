@@ -269,7 +269,7 @@ def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
     since = f"{intent.started_at:%d %b %H:%M}" if intent else "?"
     until = f"{intent.deadline:%d %b %H:%M}" if intent else "?"
-    owner = one.release_reason or one.owner or ("detached" if one.attempt else "unreadable label")
+    owner = one.release_reason or one.owner or ("detached" if one.rental else "unknown label")
     return (
         format_code(one.rental or one.instance.label),
         one.instance.id,

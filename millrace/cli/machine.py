@@ -266,8 +266,12 @@ def describe_machine(machine: "MachineStatus") -> str:
         f"held by {machine.owner}" if machine.owner else "detached until its deadline"
     )
     if machine.attempt is None:
-        owner = machine.release_reason or "its label cannot be parsed"
-        return f"{status}; {owner}."
+        unknown = (
+            "its record of the intent cannot be read"
+            if machine.rental
+            else "its label is damaged, or of another store"
+        )
+        return f"{status}; {machine.release_reason or unknown}."
     times = machine.attempt.intent.started_at, machine.attempt.deadline
     since, deadline = (f"{one:%Y-%m-%d %H:%M}" for one in times)
     return (

@@ -4,7 +4,7 @@ import logging
 import math
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -196,15 +196,29 @@ class Attempt:
         return None
 
 
-def list_attempts(store: Store, rental: str) -> list[Attempt]:
-    """Return all attempts of a rental, in order. Damaged records count as missing."""
-    return [attempt for _, attempt in _iterate_attempts(store, RentalKeys(rental).attempts)]
+def list_attempts(store: Store, rental: str, *, strict: bool = False) -> list[Attempt]:
+    """Return all attempts of a rental, in order. Damaged records count as missing.
+
+    Args:
+        store: Store of the ledger.
+        rental: Name of the rental.
+        strict: Whether a record of another version of Millrace is an error. Otherwise it counts as
+            missing, too.
+
+    Raises:
+        VersionError: Another version of Millrace wrote a record, and ``strict`` is true.
+    """
+    prefix = RentalKeys(rental).attempts
+    return [attempt for _, attempt in _iterate_attempts(store, prefix, strict=strict)]
 
 
-def find_attempt(store: Store, rental: str, number: int) -> Attempt | None:
-    """Return an attempt of a rental; None if it has no intent."""
+def find_attempt(store: Store, rental: str, number: int, *, strict: bool = False) -> Attempt | None:
+    """Return an attempt of a rental; None if it has no intent.
+
+    The arguments and errors are those of `list_attempts`.
+    """
     prefix = RentalKeys(rental).make_attempt_prefix(number)
-    return next((attempt for _, attempt in _iterate_attempts(store, prefix)), None)
+    return next((attempt for _, attempt in _iterate_attempts(store, prefix, strict=strict)), None)
 
 
 def iterate_open_attempts(store: Store) -> Iterator[tuple[str, Attempt]]:
@@ -301,8 +315,11 @@ def has_open_attempts(spec: StoreSpec) -> bool:
 
 
 def _iterate_attempts(
-    store: Store, prefix: str, *, include_released: bool = True
+    store: Store, prefix: str, *, include_released: bool = True, strict: bool = False
 ) -> Iterator[tuple[str, Attempt]]:
+    def read_part(key: str, kind: type[R]) -> R | None:
+        return _read_intact(store, key, kind, strict=strict)
+
     parts_by_attempt: dict[tuple[str, int], set[str]] = {}
     for stat in list_objects(store, prefix):
         if parsed := parse_attempt(stat.key):
@@ -312,9 +329,7 @@ def _iterate_attempts(
         if "released" in parts and not include_released:
             continue
         keys = RentalKeys(rental)
-        intent = (
-            _read_intact(store, keys.make_intent_key(number), Intent) if "intent" in parts else None
-        )
+        intent = read_part(keys.make_intent_key(number), Intent) if "intent" in parts else None
         if intent is None:
             continue
         yield (
@@ -322,17 +337,17 @@ def _iterate_attempts(
             Attempt(
                 number,
                 intent,
-                _read_intact(store, keys.make_contract_key(number), Contract)
+                read_part(keys.make_contract_key(number), Contract)
                 if "contract" in parts
                 else None,
-                _read_intact(store, keys.make_released_key(number), ReleaseRecord)
+                read_part(keys.make_released_key(number), ReleaseRecord)
                 if "released" in parts
                 else None,
                 "detached" in parts,
-                _read_intact(store, keys.make_detached_key(number), DetachRecord)
+                read_part(keys.make_detached_key(number), DetachRecord)
                 if "detached" in parts
                 else None,
-                *_read_highest_price(store, keys, number, parts),
+                *_read_highest_price(read_part, keys, number, parts),
             ),
         )
 
@@ -349,7 +364,10 @@ def _commit_price(store: Store, key: str, record: PriceRaiseRecord) -> float:
 
 
 def _read_highest_price(
-    store: Store, keys: RentalKeys, number: int, parts: Iterable[str]
+    read_part: Callable[[str, type[PriceRaiseRecord]], PriceRaiseRecord | None],
+    keys: RentalKeys,
+    number: int,
+    parts: Iterable[str],
 ) -> tuple[float, int]:
     """Return the highest recorded price of a machine, and the number of the next record.
 
@@ -358,16 +376,22 @@ def _read_highest_price(
     numbers = sorted(
         (one for part in parts if (one := parse_price_number(part)) is not None), reverse=True
     )
-    records = (
-        _read_intact(store, keys.make_raised_key(number, one), PriceRaiseRecord) for one in numbers
-    )
+    records = (read_part(keys.make_raised_key(number, one), PriceRaiseRecord) for one in numbers)
     highest = next((one.dollars_per_hour for one in records if one is not None), 0.0)
     return highest, max(numbers, default=-1) + 1
 
 
-def _read_intact(store: Store, key: str, kind: type[R]) -> R | None:
-    """Return a record; None if it is damaged, so that other machines can be released."""
+def _read_intact(store: Store, key: str, kind: type[R], *, strict: bool) -> R | None:
+    """Return a record; None if it is damaged, so that other machines can be released.
+
+    Raises:
+        VersionError: Another version of Millrace wrote the record, and ``strict`` is true.
+    """
     try:
         return fetch(store, key, kind)
-    except (errors.CorruptError, errors.NotFoundError):
+    except errors.NotFoundError:
+        return None
+    except errors.CorruptError as error:
+        if strict and isinstance(error, errors.VersionError):
+            raise
         return None

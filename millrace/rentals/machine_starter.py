@@ -131,16 +131,18 @@ class MachineStarter:
         ownership: Ownership,
         releaser: MachineReleaser,
     ) -> None:
-        self._context, self._installation = context, ""
+        self._context = context
         self._state, self._budget, self._policy = state, budget, policy
         self._ownership, self._releaser = ownership, releaser
         self._offers = OfferSource(context)
         self.pacer = CreatePacer(context.clock)
         """Pauses after create requests without an answer."""
+        self.installation = ""
+        """Identity of the installation, which labels contain; empty before `prepare`."""
 
     def prepare(self) -> None:
-        """Read the identity of the installation, which labels contain. Call this first."""
-        self._installation = ensure_installation(self._context.store)
+        """Read the identity of the installation. Call this first."""
+        self.installation = ensure_installation(self._context.store)
 
     def rent_machine(self, slot: int) -> None:
         """Rent a machine for a slot.
@@ -300,7 +302,7 @@ class MachineStarter:
         return Intent(
             rental=name,
             slot=slot,
-            label=str(Label(self._installation, name, number, deadline)),
+            label=str(Label(self.installation, name, number, deadline)),
             offer_id=offer.id,
             machine_id=offer.machine_id,
             account=context.vast.identify_account(),

@@ -48,12 +48,13 @@ def release_rental(
         HeldError: The rental has a living owner, which releases its machines when it ends.
         NotFoundError: There is no such rental.
         UnavailableError: Some machines may still exist.
+        VersionError: Another version of Millrace wrote records of the rental.
     """
     store, vast = open_store(settings.store), vast or open_account(settings.account)
     progress = shield_progress(progress)
     with ExitStack() as stack:
         acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
-        attempts = list_attempts(store, rental)
+        attempts = list_attempts(store, rental, strict=True)
         if not attempts:
             raise errors.NotFoundError(
                 f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."

@@ -133,8 +133,8 @@ def _release_rental(config: dict[str, Any]) -> None:
             if not _await_free_lease(settings, rental, held_until):
                 return  # another owner has the rental
             time.sleep(config["grace_period"])
-        except errors.ConfigurationError:
-            return  # the settings rent nothing, or another account pays for the other machines
+        except (errors.ConfigurationError, errors.VersionError):
+            return  # the settings rent nothing, or the machines are not those of this owner
         except Exception:  # noqa: BLE001 - machines are billed until a try succeeds
             time.sleep(_RETRY_INTERVAL)  # after the last try, the reaper and watchdogs remain
         else:

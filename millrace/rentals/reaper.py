@@ -279,17 +279,24 @@ def _assess_machine(
         )
     elif owner:
         reason = ""
-    elif attempt is None or not attempt.is_detached:
+    elif not (attempt.is_detached if attempt else _has_detach_record(store, label)):
         reason = "the machine has no living owner"
     elif _has_program_ended(store, label):
         reason = "the program has ended"
-    else:
+    elif attempt is not None:  # without a readable intent, the deadline is the only limit
         signs = LifeSigns(store, RentalKeys(label.rental), owners.clock)
         reason = signs.find_failure(attempt, instance, now) or budget.find_excess(
             label.rental, attempt, instance
         )
+    else:
+        reason = ""
     cost = compute_recorded_cost(store, attempt, instance, now) if attempt else 0.0
     return MachineStatus(instance, label.rental, attempt, owner, cost, reason)
+
+
+def _has_detach_record(store: Store, label: Label) -> bool:
+    """Tell whether a machine whose intent is damaged, or of another version, is detached."""
+    return exists(store, RentalKeys(label.rental).make_detached_key(label.attempt))
 
 
 def _has_program_ended(store: Store, label: Label) -> bool:

@@ -1,5 +1,6 @@
 """Release of a rental's machines, with their records and their costs."""
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -9,9 +10,12 @@ from millrace import errors
 from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import DESTROY_TIMEOUT, LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.labels import Label
+from millrace.rentals.ledger import find_attempt
 from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.state import RentalState
+from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
 
 _LOGGED_TRY = 3  # number of the try to release a machine whose error is logged
@@ -64,6 +68,35 @@ class MachineReleaser:
         self._destroy(
             [*self._state.releasing.values(), *decisions], ignore_listing_lag=ignore_listing_lag
         )
+
+    def destroy_unrecorded(self, instances: Iterable[Instance], installation: str) -> None:
+        """Send destroy requests for machines of this rental whose intents are damaged or missing.
+
+        Nobody knows their slots, and another machine is rented for the work of each. Each poll
+        calls this again, until a listing lacks them. Machines that a next owner has rented stay:
+        their intents are intact.
+
+        Args:
+            instances: Listing of the account.
+            installation: Identity of the installation.
+        """
+        context = self._context
+        for one in instances:
+            label = Label.parse(one.label, installation)
+            if (
+                label is None
+                or label.rental != context.settings.name
+                or self._state.has_attempt(label.attempt)
+            ):
+                continue
+            with contextlib.suppress(errors.MillraceError):  # the next poll tries again
+                if find_attempt(context.store, label.rental, label.attempt, strict=True) is None:
+                    _log.warning(
+                        "%s cannot be read: machine %d of this attempt is destroyed.",
+                        context.store.make_url(context.keys.make_intent_key(label.attempt)),
+                        one.id,
+                    )
+                    context.vast.destroy_instance(one.id)
 
     def _destroy(
         self,

@@ -130,6 +130,7 @@ class Rental:
             ConfigurationError: Another account pays for machines of this rental, or another store
                 has rented them.
             HeldError: The rental has another owner.
+            VersionError: Another version of Millrace wrote records of the rental.
         """
         with contextlib.ExitStack() as stack:
             self._ownership.acquire(stack, wait=self._wait)
@@ -315,6 +316,7 @@ class Rental:
             self._ownership.refuse_if_superseded()
         self._releaser.enforce_budget(self._budget)
         instances = self._list_instances()
+        self._releaser.destroy_unrecorded(instances or [], self._starter.installation)
         decisions = self._late_machines.claim_listed(instances or [], fill_slots=True)
         decisions += self._inspect_machines(instances)
         self._releaser.start_releases(decisions)

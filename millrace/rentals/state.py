@@ -72,6 +72,13 @@ class RentalState:
         """Tell whether a slot of the rental has no machine, and its program has not ended."""
         return slot < self.slot_count and slot not in self.active and slot not in self.done
 
+    def has_attempt(self, number: int) -> bool:
+        """Tell whether the machine of an attempt is known, also after its release."""
+        others = (self.unclaimed, self.releasing, self.released)
+        return any(number in one for one in others) or any(
+            one.attempt.number == number for one in self.active.values()
+        )
+
     def free_slot(self, machine: Machine) -> None:
         """Free the slot of an unconfirmed machine, which a later listing may still show."""
         del self.active[machine.slot]

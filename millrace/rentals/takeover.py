@@ -39,8 +39,9 @@ def list_own_attempts(context: RentalContext) -> list[Attempt]:
     Raises:
         ConfigurationError: Another account pays for machines of this rental, or another store has
             rented them.
+        VersionError: Another version of Millrace wrote records of the rental.
     """
-    attempts = list_attempts(context.store, context.settings.name)
+    attempts = list_attempts(context.store, context.settings.name, strict=True)
     refuse_copied_attempts(context.store, context.settings.name, attempts)
     own_account = context.vast.identify_account()
     foreign = [
