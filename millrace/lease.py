@@ -214,6 +214,8 @@ def acquire(
 
     Raises:
         ConfigurationError: The time is too short for heartbeats, or longer than `MAX_TTL`.
+        CorruptError: The record of the newest term cannot be read, and the lease may be held: until
+            `MAX_TTL` after its last heartbeat.
     """
     if not MIN_TTL <= ttl <= MAX_TTL:
         word, limit = ("least", MIN_TTL) if ttl < MIN_TTL else ("most", MAX_TTL)
@@ -251,6 +253,7 @@ def await_lease(
 
     Raises:
         ConfigurationError: The time is too short for heartbeats.
+        CorruptError: As in `acquire`.
     """
     first: HeldLease | None = None
     while True:
@@ -264,7 +267,11 @@ def await_lease(
 
 
 def find_holder(store: Store, keys: LeaseKeys, clock: StoreClock) -> HeldLease | None:
-    """Return the current holder of a lease; None if the lease is free."""
+    """Return the current holder of a lease; None if the lease is free.
+
+    Raises:
+        CorruptError: As in `acquire`.
+    """
     return _find_current(store, keys, clock)[1]
 
 
@@ -275,13 +282,35 @@ def find_term_start(store: Store, keys: LeaseKeys) -> datetime | None:
 
 
 def _find_current(store: Store, keys: LeaseKeys, clock: StoreClock) -> tuple[int, HeldLease | None]:
-    """Return the newest term's number (-1 before the first), and its live holder or None."""
+    """Return the newest term's number (-1 before the first), and its live holder or None.
+
+    Raises:
+        CorruptError: As in `acquire`.
+    """
     number, newest = _find_newest(keys, list_objects(store, keys.prefix))
     if not _is_taken(newest):
         return number, None
-    return number, _find_live_holder(
-        fetch(store, keys.make_term_key(number), LeaseTerm), newest, clock
-    )
+    record = _read_term(store, keys.make_term_key(number), newest, clock)
+    return number, record and _find_live_holder(record, newest, clock)
+
+
+def _read_term(
+    store: Store, key: str, newest: Mapping[str, Stat], clock: StoreClock, *, strict: bool = True
+) -> LeaseTerm | None:
+    """Return the record of a term; None if the lease is free, since the record is gone or damaged.
+
+    Raises:
+        CorruptError: The record cannot be read, ``strict`` is true, and the lease may be held.
+    """
+    try:
+        return fetch(store, key, LeaseTerm)
+    except errors.NotFoundError:  # deleted since the listing
+        return None
+    except errors.CorruptError:
+        # No lease is held for longer than `MAX_TTL` without a heartbeat.
+        if strict and _compute_end(newest, MAX_TTL) >= clock.now():
+            raise
+        return None
 
 
 def _find_newest(keys: LeaseKeys, stats: Iterable[Stat]) -> tuple[int, dict[str, Stat]]:
@@ -375,22 +404,13 @@ class Census:
         return held
 
     def _read_term(self, key: str, newest: Mapping[str, Stat]) -> LeaseTerm | None:
-        """Return the record of a term; None if the record is gone, or is damaged and ignored.
-
-        Raises:
-            CorruptError: The record cannot be read, and the lease may be held.
-        """
-        try:
-            if key not in self._records:
-                self._records[key] = fetch(self._store, key, LeaseTerm)
-        except errors.NotFoundError:  # deleted since the listing
-            return None
-        except errors.CorruptError:
-            # No lease is held for longer than `MAX_TTL` without a heartbeat.
-            if self._strict and _compute_end(newest, MAX_TTL) >= self._clock.now():
-                raise
-            return None
-        return self._records[key]
+        """Return the record of a term, which is read once; None if the lease counts as free."""
+        record = self._records.get(key) or _read_term(
+            self._store, key, newest, self._clock, strict=self._strict
+        )
+        if record is not None:
+            self._records[key] = record
+        return record
 
 
 class Heartbeat:

@@ -120,6 +120,8 @@ def reap(
     Raises:
         ConfigurationError: The identity of the installation was copied from another store. Nothing
             is released.
+        CorruptError: The lease of a rental cannot be read, so the rental may have an owner. Its
+            machines stay until their deadlines. All other machines were released.
         UnavailableError: The machines cannot be listed, or may still exist.
     """
     store, vast = open_store(settings.store), vast or open_account(settings.account)
@@ -141,6 +143,7 @@ def reap(
             _release_machines(store, vast, machines, shield_progress(progress))
             lost = _find_lost_attempts(vast, owners, instances, lost)
             closed = _close_lost_attempts(store, vast, owners, lost)
+        owners.refuse_unreadable()
     released = tuple(one for one in machines if one.release_reason)
     kept = tuple(one for one in machines if not one.release_reason)
     return ReapResult(released, kept, closed, len(attempts) - len(own_attempts))
@@ -191,22 +194,30 @@ def _release_machines(
 
 
 class _OwnerLookup:
-    """Lookup of the owners of rentals, apart from this process. Each lease is read once."""
+    """Lookup of the owners of rentals, apart from this process. Each lease is read once.
+
+    A rental whose lease cannot be read may have an owner. It stops the release of no other rental.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = StoreClock.read(store, f"{RENTALS}/reaper", Holder.describe_this_process())
         self._owners: dict[str, str] = {}
+        self._unreadable: dict[str, errors.CorruptError] = {}
 
     def find_owner(self, rental: str) -> str:
         """Return the owner of a rental; empty if there is none."""
         if rental not in self._owners:
             scope = RentalKeys(rental).scope
-            holders = Census(self._store, scope, "", self.clock).find_holders()
-            lease = next(iter(holders.values()), None)
-            self._owners[rental] = (
-                f"{lease.holder.host} (process {lease.holder.pid})" if lease else ""
-            )
+            try:
+                holders = Census(self._store, scope, "", self.clock).find_holders()
+            except errors.CorruptError as error:
+                self._note_unreadable(rental, error)
+            else:
+                lease = next(iter(holders.values()), None)
+                self._owners[rental] = (
+                    f"{lease.holder.host} (process {lease.holder.pid})" if lease else ""
+                )
         return self._owners[rental]
 
     def take_over(self, rental: str, stack: ExitStack) -> None:
@@ -215,6 +226,26 @@ class _OwnerLookup:
             acquire_ownership(self._store, RentalKeys(rental), stack)
         except errors.HeldError:
             self._owners[rental] = "another process"
+        except errors.CorruptError as error:
+            self._note_unreadable(rental, error)
+
+    def refuse_unreadable(self) -> None:
+        """Refuse to end without an error if leases could not be read.
+
+        Raises:
+            CorruptError: Leases could not be read.
+        """
+        if self._unreadable:
+            first = next(iter(self._unreadable.values()))
+            raise errors.CorruptError(
+                f"The leases of {', '.join(sorted(self._unreadable))} cannot be read. So the "
+                "rentals may have owners, and their machines stay: until their deadlines, or an "
+                f"hour after the last heartbeat. All other machines were handled. {first}"
+            )
+
+    def _note_unreadable(self, rental: str, error: errors.CorruptError) -> None:
+        self._owners[rental] = "an unknown process"
+        self._unreadable[rental] = error
 
 
 def _list_machines(

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import queue
 import secrets
 import subprocess
@@ -27,6 +28,7 @@ from millrace.lease import (
     Lease,
     StoreClock,
     acquire,
+    await_lease,
     find_holder,
 )
 from millrace.processes import read_start_time
@@ -206,6 +208,40 @@ def test_a_lease_that_cannot_be_read_is_over_when_the_longest_one_is(store, cloc
     with pytest.raises(errors.CorruptError):
         Census(store, "job", "", clock).find_holders()
     assert Census(store, "job", "", later(clock, 3700)).find_holders() == {}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unreadable_lease_is_taken_when_the_longest_one_is_over(store, clock, version):
+    body = b'{"kind":"lease","nonce":"","record":{},"version":%d}' % version
+    put(store, KEYS.make_term_key(4), body)
+    holder = Holder.describe_this_process()
+    for take in (acquire, await_lease):
+        with pytest.raises(errors.CorruptError):
+            take(store, KEYS, holder, TTL, later(clock, 3500))
+    with pytest.raises(errors.CorruptError):
+        find_holder(store, KEYS, later(clock, 3500))
+    assert find_holder(store, KEYS, later(clock, 3700)) is None
+    lease = acquire(store, KEYS, holder, TTL, later(clock, 3700))
+    assert isinstance(lease, Lease)
+    assert lease.term == 5
+    assert find_holder(store, KEYS, clock).holder == holder
+
+
+def test_heartbeats_keep_an_unreadable_lease(tmp_path):
+    """Such as the lease of a living holder of a later version."""
+    store = open_store(tmp_path.as_uri())
+    clock = StoreClock.read(store, "run", Holder.describe_this_process())
+    for key in (KEYS.make_term_key(0), KEYS.make_beat_key(0)):
+        put(store, key, b"junk")
+    os.utime(tmp_path / KEYS.make_term_key(0), (0, 0))
+    with pytest.raises(errors.CorruptError):
+        acquire(store, KEYS, Holder.describe_this_process(), TTL, clock)
+
+
+def test_an_unreadable_lease_that_was_released_is_free(store, clock):
+    put(store, KEYS.make_term_key(0), b"junk")
+    put(store, KEYS.make_end_key(0), b"")
+    assert isinstance(acquire(store, KEYS, Holder.describe_this_process(), TTL, clock), Lease)
 
 
 @pytest.mark.parametrize("ttl", ["-P999999999D", "-PT1S", "PT0S", "P999999999D"])

@@ -1,18 +1,28 @@
 """A record that cannot be read leaves no machine uncounted, and releases no detached one."""
 
 import json
+import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from millrace import errors
 from millrace.cli.machine import describe_machine
-from millrace.keys.rentals import MachineKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.records import commit_once
-from millrace.rentals import LedgerSettings, VastClient, list_rentals, reap, release_rental
-from millrace.rentals.ledger import list_attempts
-from millrace.schemas.rental import ReleaseReason
+from millrace.rentals import (
+    LedgerSettings,
+    VastClient,
+    list_rentals,
+    reap,
+    reaper,
+    release_rental,
+)
+from millrace.rentals.labels import Label
+from millrace.rentals.ledger import ensure_installation, list_attempts
+from millrace.schemas.rental import Contract, ReleaseReason
 from millrace.storage import put, read
 from tests.support.rentals.parts import HOUR, START, make_attempt, make_offer_row, make_settings
 from tests.unit.rentals.test_rental import KEYS, Bench, abandon
@@ -147,3 +157,60 @@ def test_an_owner_that_was_superseded_destroys_no_machine_of_the_next_one(
         bench.vast.add(8, bench.vast.creates[0].replace("/fleet/", "/other/"))
         rental.wait_until_ready()
         assert set(bench.vast.instances) == {1, 7, 8}
+
+
+def abandon_with_unreadable_lease(bench: Bench) -> Path:
+    """Abandon `fleet`, and the rental `broken` with a damaged lease; return the lease's folder."""
+    abandon(bench)
+    keys = RentalKeys("broken")
+    label = str(Label(ensure_installation(bench.store), "broken", 0, START + 10 * HOUR))
+    intent = make_attempt(label=label, rental="broken").intent
+    commit_once(bench.store, keys.make_intent_key(0), intent)
+    commit_once(bench.store, keys.make_contract_key(0), Contract(instance_id=9))
+    bench.vast.add(9, label)
+    bench.vast.clock.sleep(HOUR.total_seconds())
+    put(bench.store, keys.lease.make_term_key(0), b"junk")
+    return bench.folder / keys.lease.prefix
+
+
+def test_an_unreadable_lease_stops_the_release_of_no_other_rental(bench: Bench) -> None:
+    abandon_with_unreadable_lease(bench)
+    settings, vast = get_ledger(bench)
+    assert {one.owner for one in list_rentals(settings, vast=vast)} == {"", "an unknown process"}
+    (planned,) = reap(settings, dry_run=True, vast=vast).released
+    assert planned.rental == "fleet"
+    with pytest.raises(errors.CorruptError, match="The leases of broken cannot be read"):
+        reap(settings, vast=vast)
+    assert set(bench.vast.instances) == {9}
+    bench.vast.clock.sleep(10 * HOUR.total_seconds())
+    with pytest.raises(errors.CorruptError, match="The leases of broken cannot be read"):
+        reap(settings, vast=vast)
+    assert not bench.vast.instances  # its deadline has passed
+
+
+def test_a_machine_whose_lease_was_unreadable_for_an_hour_is_released(bench: Bench) -> None:
+    lease = abandon_with_unreadable_lease(bench)
+    for path in lease.iterdir():
+        os.utime(path, (0, 0))
+    settings, vast = get_ledger(bench)
+    assert len(reap(settings, vast=vast).released) == 2
+    assert not bench.vast.instances
+
+
+def test_a_lease_that_becomes_unreadable_before_the_takeover_stops_no_other_rental(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = abandon_with_unreadable_lease(bench)
+    for path in lease.iterdir():
+        os.utime(path, (0, 0))
+    original = reaper._OwnerLookup.take_over
+
+    def damage_and_take_over(self: Any, rental: str, stack: ExitStack) -> None:
+        put(bench.store, RentalKeys("broken").lease.make_term_key(1), b"junk")
+        original(self, rental, stack)
+
+    monkeypatch.setattr(reaper._OwnerLookup, "take_over", damage_and_take_over)
+    settings, vast = get_ledger(bench)
+    with pytest.raises(errors.CorruptError, match="The leases of broken cannot be read"):
+        reap(settings, vast=vast)
+    assert set(bench.vast.instances) == {9}
