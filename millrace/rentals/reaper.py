@@ -45,7 +45,7 @@ class MachineStatus:
     Attributes:
         instance: Description by the provider.
         rental: Name of the rental; empty if the label cannot be read.
-        attempt: Attempt in the ledger; None if there is none.
+        attempt: Attempt in the ledger; None if there is none, or its intent cannot be read.
         owner: Owner of the rental; empty if there is none.
         cost: Dollars that the machine has cost, with the traffic that it has reported.
         release_reason: Reason to release the machine; empty if there is none.

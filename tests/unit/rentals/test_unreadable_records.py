@@ -16,6 +16,7 @@ from millrace.rentals import (
     LedgerSettings,
     VastClient,
     list_rentals,
+    owner_monitor,
     reap,
     reaper,
     release_rental,
@@ -100,6 +101,20 @@ def test_a_rental_of_a_later_version_is_neither_continued_nor_released(
         release_rental(settings, "fleet", vast=vast)
     assert len(bench.vast.instances) == 1
     assert not reap(settings, vast=vast).released
+
+
+def test_a_monitor_does_not_try_again_to_release_a_rental_of_a_later_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: float) -> None:
+        raise AssertionError("the monitor waits for another try")
+
+    abandon(bench)
+    add_field(bench, KEYS.make_contract_key(0))
+    monkeypatch.setattr(owner_monitor.time, "sleep", refuse)
+    settings, _ = get_ledger(bench)
+    owner_monitor._release_rental({"ledger": settings.reveal_secrets(), "rental": "fleet"})
+    assert len(bench.vast.instances) == 1
 
 
 def test_an_owner_destroys_the_machine_of_a_damaged_intent_before_it_rents_another(
