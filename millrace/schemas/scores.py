@@ -65,7 +65,8 @@ class ScoringRules(RecordPart):
         default=0.6,
         gt=0,
         le=1,
-        description="Share of equal indices from which the later of two uploads is a copy.",
+        description="Share of the indices of the later of two uploads that the earlier one has, "
+        "beyond chance, from which the later one is a copy.",
     )
 
 
@@ -110,7 +111,7 @@ class CopiedGradient(RecordPart):
 
     Attributes:
         earlier: Worker with the earlier upload.
-        overlap: Share of equal indices.
+        overlap: Share of its indices that the earlier upload has, beyond chance.
     """
 
     earlier: str

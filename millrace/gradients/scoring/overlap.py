@@ -20,7 +20,14 @@ from millrace.schemas.scores import CopiedGradient
 def compute_overlaps(
     gradients: GradientsByWorker, workers: Sequence[str], codec: Codec
 ) -> npt.NDArray[np.float64]:
-    """Return the share of equal indices of each pair of workers, of those of the one with fewer.
+    """Return the share of each worker's indices that each other worker sent, beyond chance.
+
+    The share is of the indices of the worker that may be a copy, as all of a copy's indices are
+    those of its original. A share of the indices of the other one would let it frame honest
+    workers: one index that they probably send would be all of its indices.
+
+    By chance, a worker sent each index of a chunk with the probability ``k / size``. The share is 0
+    if no more indices are equal than by chance, and 1 if all are (Cohen's kappa).
 
     Only indices of values that are not 0 count: where a tensor did not change, all workers send the
     same indices of zeros. Each index is looked at once for each worker that sent it, so the time
@@ -33,23 +40,29 @@ def compute_overlaps(
         codec: Codec of the gradients.
 
     Returns:
-        Shares from 0 to 1: (workers, workers). All are 0 if the codec prescribes the indices.
+        Shares from 0 to 1 of the indices of the second worker that the first one sent too:
+        (workers, workers). All are 0 if the codec prescribes the indices.
     """
     worker_count = len(workers)
     equal = np.zeros(worker_count * worker_count, np.int64)
     sent = np.zeros(worker_count, np.int64)
+    by_chance = np.zeros(worker_count)
     if not workers or codec.support is Support.SHARED:
         return np.zeros((worker_count, worker_count))
     for name in gradients[workers[0]]:
         if codec.is_buffer(name):
             continue
         for groups in zip(*(gradients[worker][name] for worker in workers), strict=True):
-            if groups[0].chunks.k < groups[0].chunks.size:
+            chunks = groups[0].chunks
+            if chunks.k < chunks.size:
                 places = [_list_places(one, codec.select_for_tensor(name)) for one in groups]
-                sent += [len(one) for one in places]
+                lengths = np.array([len(one) for one in places])
+                sent += lengths
+                by_chance += lengths * (chunks.k / chunks.size)
                 equal += _count_equal(places)
     counts = equal.reshape(worker_count, worker_count)
-    return (counts + counts.T) / np.maximum(np.minimum.outer(sent, sent), 1)
+    above = np.maximum(counts + counts.T - by_chance, 0.0)
+    return np.divide(above, sent - by_chance, out=np.zeros_like(above), where=sent > 0)
 
 
 def find_copies(
@@ -61,12 +74,15 @@ def find_copies(
     """Return the copies, by the names of the workers that sent them.
 
     Of two gradients, the later one is the copy; of two at the same time, that of the later name.
+    A copy may hide behind indices that its original lacks. With an original that sends all values
+    of its chunks, it has to give up ``1 - max_overlap`` of the original's indices for them. Chunks
+    in which the original has fewer values than `k` have room for more.
 
     Args:
         overlaps: Result of `compute_overlaps`.
         workers: Names of the workers, in the order of ``overlaps``.
         written: Times of the uploads, by the store's clock.
-        max_overlap: Share of equal indices from which a gradient is a copy.
+        max_overlap: Share of its indices, beyond chance, from which a gradient is a copy.
     """
     order = sorted(range(len(workers)), key=lambda one: (written[workers[one]], workers[one]))
     copies: dict[str, CopiedGradient] = {}

@@ -3,9 +3,10 @@
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
+import pytest
 import torch
 
-from millrace.gradients import Codec, ErrorFeedback, Support, encode
+from millrace.gradients import Codec, ErrorFeedback, Support, decode, encode
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.codec.tensors import SparseChunks, unpack_tensor
 from millrace.gradients.scoring.overlap import compute_overlaps, find_copies
@@ -52,16 +53,68 @@ def list_places(tensors: dict[str, tuple[SparseChunks, ...]]) -> set[tuple[str, 
     }
 
 
-def test_the_overlap_is_the_share_of_equal_indices():
+def test_the_overlap_is_the_share_of_equal_indices_beyond_chance():
     gradients = make_gradients(draw_changes(0, 5, ["large"]))
     workers = sorted(gradients)
     found = compute_overlaps(gradients, workers, CODEC)
     sets = [list_places(gradients[uid]) for uid in workers]
+    chance = gradients["w0"]["large"][0].chunks.k / gradients["w0"]["large"][0].chunks.size
+    assert len(gradients["w0"]["large"]) == 1
     for one in range(5):
         for other in range(5):
-            same = len(sets[one] & sets[other]) / len(sets[one]) if one != other else 0.0
-            assert found[one, other] == same
+            same = len(sets[one] & sets[other]) / len(sets[other]) if one != other else 0.0
+            assert found[one, other] == pytest.approx(max(same - chance, 0.0) / (1 - chance))
     assert 0 < found[0, 1] < 1
+
+
+@pytest.mark.parametrize("few", [1, 3, 12])
+def test_an_early_upload_of_few_probable_values_makes_no_copies(few: int):
+    changes = draw_changes(5, 3, ["large"])
+    common = torch.stack([tensors["large"].abs() for tensors in changes.values()]).amin(0)
+    probable = torch.zeros(SHAPES["large"]).flatten()
+    probable[common.flatten().topk(few).indices] = 1.0
+    changes["attacker"] = {"large": probable.reshape(SHAPES["large"])}
+    workers = sorted(changes)
+    gradients = make_gradients(changes)
+    overlaps = compute_overlaps(gradients, workers, CODEC)
+    assert overlaps[:, 0].max() > 0.6  # of the attacker's own indices
+    written = {uid: NOW + timedelta(seconds=uid != "attacker") for uid in workers}
+    assert not find_copies(overlaps, workers, written, 0.6)
+
+
+@pytest.mark.parametrize("k", [1024, 2700, 4000])
+def test_with_many_indices_only_copies_are_copies(k: int):
+    codec = CODEC.model_copy(update={"k": k})
+    changes = draw_changes(6, 4, ["large"])
+    original = unpack_tensor(encode(changes["w3"]["large"], codec), SHAPES["large"], codec)
+    gradients = make_gradients(changes, codec) | {"copy": {"large": original}}
+    gradients["w3"] = {"large": original}
+    workers = sorted(gradients)
+    written = {uid: NOW + timedelta(seconds=uid == "copy") for uid in workers}
+    copies = find_copies(compute_overlaps(gradients, workers, codec), workers, written, 0.6)
+    assert {uid: (one.earlier, one.overlap) for uid, one in copies.items()} == {"copy": ("w3", 1.0)}
+
+
+def test_a_copy_with_zeros_or_with_some_other_indices_is_a_copy():
+    changes = draw_changes(7, 2, ["large"])
+    original = encode(changes["w1"]["large"], CODEC)
+    sent = decode(original, SHAPES["large"], CODEC)
+    at = sent.flatten().nonzero().flatten()
+    fewer, other = sent.flatten().clone(), sent.flatten().clone()
+    fewer[at[::2]] = 0
+    other[at[::4]] = 0
+    other[(at[::4] + 1) % len(other)] = sent.abs().max()
+    bodies = {
+        "w1": original,
+        "w2": encode(fewer.reshape(SHAPES["large"]), CODEC),
+        "w3": encode(other.reshape(SHAPES["large"]), CODEC),
+    }
+    gradients = {
+        uid: {"large": unpack_tensor(body, SHAPES["large"], CODEC)} for uid, body in bodies.items()
+    }
+    overlaps = compute_overlaps(gradients, sorted(gradients), CODEC)
+    assert overlaps[0, 1] == 1.0
+    assert 0.7 < overlaps[0, 2] < 0.8
 
 
 def test_tensors_that_are_sent_whole_and_buffers_say_nothing():
