@@ -35,7 +35,7 @@ from millrace.lease import Heartbeat
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
-from millrace.storage import Stat, Store, head, list_objects, open_store
+from millrace.storage import Stat, Store, head, list_objects, open_store, read_range
 
 
 def import_templar_run(
@@ -59,7 +59,9 @@ def import_templar_run(
         ConfigurationError: The model has parameters that Templar cannot send.
         ConflictError: The windows of the run were merged differently, with other settings.
         ChainError: The chain is broken.
-        DeniedError, UnavailableError: A bucket cannot be listed.
+        DeniedError, UnavailableError, ChangedError, CorruptError: The shared bucket cannot be
+            listed, or one of its payloads cannot be read. The window has no link, so another call
+            continues with it.
     """
     keys, source = settings.run.chain_keys, settings.templar
     store = open_store(settings.store)
@@ -121,12 +123,21 @@ def _import_window(
 
 @dataclass(frozen=True, slots=True)
 class _SentPayload:
-    """Payload of a worker that is in a bucket."""
+    """Payload of a worker that is in a bucket.
+
+    Attributes:
+        uid: Number of the worker.
+        window: Number of the window.
+        store: Bucket with the payload.
+        stat: Description of the payload.
+        is_own: Whether the bucket is the worker's own, rather than the shared one.
+    """
 
     uid: int
     window: int
     store: Store
     stat: Stat
+    is_own: bool
 
 
 class _Origins:
@@ -148,7 +159,7 @@ class _Origins:
             if (sent := self._find_own(uid, store, window)) is not None
         ]
         listed = (
-            _SentPayload(uid, window, self._shared, stat)
+            _SentPayload(uid, window, self._shared, stat, is_own=False)
             for stat in list_objects(self._shared, f"gradient-{window}-")
             if (uid := self._parse(stat.key, window)) is not None and uid not in self._own
         )
@@ -160,7 +171,7 @@ class _Origins:
     def _find_own(self, uid: int, store: Store, window: int) -> _SentPayload | None:
         key = make_templar_key(TemplarKey(TemplarKind.GRADIENT, self._source.version, window, uid))
         try:
-            return _SentPayload(uid, window, store, head(store, key))
+            return _SentPayload(uid, window, store, head(store, key), is_own=True)
         except errors.NotFoundError:
             return None
 
@@ -193,7 +204,11 @@ class _WindowPayloads:
         settings: TemplarImportSettings,
         progress: Progress,
     ) -> None:
-        """Read, check and convert a payload, or exclude its worker."""
+        """Read, check and convert a payload, or exclude its worker.
+
+        Raises:
+            MillraceError: The shared bucket does not give the payload.
+        """
         uid = f"templar-{sent.uid}"
         try:
             gradient, lost = _read_payload(sent, uid, window, settings)
@@ -224,7 +239,9 @@ def _read_payload(
     """Return the gradient of a payload, and the share that was lost.
 
     Raises:
-        GradientError: The payload cannot be read, or does not meet the conditions.
+        GradientError: The worker's own bucket does not give the payload, or the payload does not
+            meet the conditions.
+        MillraceError: The shared bucket does not give the payload.
     """
     source = settings.templar
     expected = ExpectedPayload(window.shapes, source.k, source.transform, sent.window)
@@ -233,7 +250,19 @@ def _read_payload(
             ExclusionReason.TOO_LARGE,
             f"{sent.stat.size:,} bytes, where {expected.size:,} are the most there are.",
         )
-    body = read_untrusted_range(sent.store, sent.stat, 0, sent.stat.size)
+    body = _read_body(sent)
     target = window.make_expected(uid)
     converted = convert_payload(parse_payload(body, expected), target, threads=settings.threads)
     return check_gradient(converted.body, target), converted.lost
+
+
+def _read_body(sent: _SentPayload) -> bytes:
+    """Read the bytes of a payload, with the retries of its bucket.
+
+    A failure of the shared bucket is no fault of the worker. An import has no deadline, and a link
+    is final. So the failure ends the import, which later continues with the same window. A failure
+    of a worker's own bucket may be the worker's intention, and excludes only that worker.
+    """
+    if sent.is_own:
+        return read_untrusted_range(sent.store, sent.stat, 0, sent.stat.size)
+    return read_range(sent.store, sent.stat.key, 0, sent.stat.size, etag=sent.stat.etag)

@@ -1,8 +1,10 @@
 """A Templar run that becomes a chain, as a person imports it."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from millrace.gradients import (
 from millrace.gradients.weights import save_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.storage import open_store
+from tests.support.s3 import Refusal, Request, S3Endpoint, serve_s3
 from tests.support.templar_gradients import Written, write_payload
 
 SHAPES = {"a.weight": (64, 128), "norm.weight": (96,)}
@@ -89,6 +92,37 @@ def begin(tmp_path: Path) -> dict[str, np.ndarray]:
     state = WeightState({name: weight.copy() for name, weight in weights.items()})
     save_weights(state, open_store((tmp_path / "chain").as_uri()), "start", step=0, window=0)
     return weights
+
+
+class ListedEndpoint(S3Endpoint):
+    """Endpoint that lists its objects."""
+
+    def answer(self, request: Request) -> tuple[int, bytes] | None:
+        """Return the status and the body of an answer."""
+        query = parse_qs(urlsplit(request.path).query)
+        if "list-type" not in query:
+            return super().answer(request)
+        found = "".join(
+            f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>{self.etag}</ETag><Size>{len(body)}</Size></Contents>"
+            for key, body in sorted(self.objects.items())
+            if key.startswith(query.get("prefix", [""])[0])
+        )
+        return 200, f"<ListBucketResult>{found}</ListBucketResult>".encode()
+
+
+def serve_folder(stack: ExitStack, folder: Path) -> ListedEndpoint:
+    endpoint = stack.enter_context(serve_s3(ListedEndpoint))
+    endpoint.objects = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
+    return endpoint
+
+
+def specify(endpoint: S3Endpoint) -> dict[str, Any]:
+    return {
+        "url": "s3://bucket", "endpoint": endpoint.url, "region": "us-east-1",
+        "credentials": {"access_key_id": "id", "secret_access_key": "secret"},
+        "retry_timeout": "1s",
+    }  # fmt: skip
 
 
 def load(tmp_path: Path, **changed: Any) -> TemplarImportSettings:
@@ -160,6 +194,32 @@ def test_fewer_gradients_than_the_quorum_change_nothing(tmp_path: Path, bucket: 
     links = list(import_templar_run(TemplarImportSettings.model_validate(settings)))
     assert [len(link.taken) for link in links] == [0] * 4
     assert len({link.state for link in links}) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(503, errors.UnavailableError), (403, errors.DeniedError), (404, errors.NotFoundError)],
+)
+def test_a_shared_bucket_that_does_not_give_a_payload_ends_the_import_before_the_link(
+    tmp_path: Path, bucket: Any, status: int, kind: type[Exception]
+) -> None:
+    weights = begin(tmp_path)
+    settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+    with ExitStack() as stack:
+        endpoint = serve_folder(stack, tmp_path / "templar")
+        settings["templar"]["store"] = specify(endpoint)
+        config = TemplarImportSettings.model_validate(settings)
+        outage = Refusal("GET", status, "", times=1 << 20, key=name_of(41, 12))
+        endpoint.refusals = [outage]
+        started = import_templar_run(config)
+        assert next(started).window == 1
+        with pytest.raises(kind, match=name_of(41, 12)):
+            next(started)
+        outage.times = 0
+        links = list(import_templar_run(config))
+    assert [link.window for link in links] == [2, 3, 4]
+    assert all(set(link.taken) == {"templar-1", "templar-7", "templar-12"} for link in links)
+    check_weights(tmp_path, weights, bucket)
 
 
 def test_a_worker_with_its_own_bucket_is_believed_there_only(tmp_path: Path, bucket: Any) -> None:
