@@ -17,6 +17,7 @@ from millrace.gradients.codec.gradient_object import (
     CheckedGradient,
     GradientError,
     check_gradient,
+    explain_failure,
     read_untrusted_range,
 )
 from millrace.gradients.merging.gather_window import GatherWindow
@@ -112,7 +113,10 @@ def _import_window(
         max_norm=run.gather.max_norm,
     )
     found = _WindowPayloads()
-    for sent in origins.list_window(settings.templar.first_window + number - 1):
+    listing = origins.list_window(settings.templar.first_window + number - 1)
+    for uid, error in listing.failures.items():
+        found.exclude(uid, error, progress)
+    for sent in listing.payloads:
         found.add(sent, window, settings, progress)
     gathered = found.finish(time.monotonic() - began)
     return merge_gathered(
@@ -140,6 +144,20 @@ class _SentPayload:
     is_own: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _WindowListing:
+    """Payloads of a window.
+
+    Attributes:
+        payloads: Payloads that are in the buckets, the earliest upload first.
+        failures: Errors of own buckets that do not say whether they have a payload, by the workers'
+            numbers.
+    """
+
+    payloads: list[_SentPayload]
+    failures: dict[int, GradientError]
+
+
 class _Origins:
     """Buckets of the workers. Their listings may have any keys."""
 
@@ -151,13 +169,20 @@ class _Origins:
             for uid, spec in source.worker_stores.items()
         }
 
-    def list_window(self, window: int) -> list[_SentPayload]:
-        """Return the payloads of a window, the earliest upload first."""
-        own = [
-            sent
-            for uid, store in self._own.items()
-            if (sent := self._find_own(uid, store, window)) is not None
-        ]
+    def list_window(self, window: int) -> _WindowListing:
+        """Return the payloads of a window. The failure of an own bucket concerns only its worker.
+
+        Raises:
+            MillraceError: The shared bucket cannot be listed.
+        """
+        own: list[_SentPayload] = []
+        failures: dict[int, GradientError] = {}
+        for uid, store in self._own.items():
+            try:
+                if (sent := self._find_own(uid, store, window)) is not None:
+                    own.append(sent)
+            except GradientError as error:
+                failures[uid] = error
         listed = (
             _SentPayload(uid, window, self._shared, stat, is_own=False)
             for stat in list_objects(self._shared, f"gradient-{window}-")
@@ -166,14 +191,22 @@ class _Origins:
         most = self._source.max_workers
         first = heapq.nsmallest(most, listed, key=_get_uid)  # no memory for the others
         payloads = heapq.nsmallest(most, [*own, *first], key=_get_uid)
-        return sorted(payloads, key=lambda sent: (sent.stat.last_modified, sent.uid))
+        payloads.sort(key=lambda sent: (sent.stat.last_modified, sent.uid))
+        return _WindowListing(payloads, failures)
 
     def _find_own(self, uid: int, store: Store, window: int) -> _SentPayload | None:
+        """Return the payload in a worker's own bucket, if there is one.
+
+        Raises:
+            GradientError: The bucket does not answer, refuses, or gives an invalid answer.
+        """
         key = make_templar_key(TemplarKey(TemplarKind.GRADIENT, self._source.version, window, uid))
         try:
             return _SentPayload(uid, window, store, head(store, key), is_own=True)
         except errors.NotFoundError:
             return None
+        except errors.MillraceError as error:
+            raise GradientError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
 
     def _parse(self, key: str, window: int) -> int | None:
         parsed = parse_templar_key(key)
@@ -186,6 +219,10 @@ class _Origins:
 
 def _get_uid(sent: _SentPayload) -> int:
     return sent.uid
+
+
+def _make_name(number: int) -> str:
+    return f"templar-{number}"
 
 
 @dataclass(slots=True)
@@ -209,16 +246,21 @@ class _WindowPayloads:
         Raises:
             MillraceError: The shared bucket does not give the payload.
         """
-        uid = f"templar-{sent.uid}"
+        uid = _make_name(sent.uid)
         try:
             gradient, lost = _read_payload(sent, uid, window, settings)
             self._check_unique(gradient)
         except GradientError as error:
-            self._excluded[uid] = ExcludedWorker(reason=error.reason, sentence=str(error))
-            progress(GradientRefused(uid=uid, reason=error.reason))
+            self.exclude(sent.uid, error, progress)
             return
         self._taken[uid], self._written[uid] = gradient, sent.stat.last_modified
         progress(PayloadConverted(uid=uid, window=window.number, size=sent.stat.size, lost=lost))
+
+    def exclude(self, number: int, error: GradientError, progress: Progress) -> None:
+        """Exclude a worker with the reason of an error."""
+        uid = _make_name(number)
+        self._excluded[uid] = ExcludedWorker(reason=error.reason, sentence=str(error))
+        progress(GradientRefused(uid=uid, reason=error.reason))
 
     def _check_unique(self, gradient: CheckedGradient) -> None:
         if gradient.header.body in self._bodies:

@@ -242,6 +242,27 @@ def test_a_worker_with_its_own_bucket_is_believed_there_only(tmp_path: Path, buc
     assert plain.taken["templar-7"].digest != links[0].taken["templar-7"].digest
 
 
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+@pytest.mark.parametrize("status", [301, 400, 403, 503])
+def test_an_own_bucket_that_refuses_excludes_its_worker_only(
+    tmp_path: Path, bucket: Any, method: str, status: int
+) -> None:
+    begin(tmp_path)
+    settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+    with ExitStack() as stack:
+        own = serve_folder(stack, tmp_path / "templar")
+        settings["templar"]["worker_stores"] = {7: specify(own)}
+        config = TemplarImportSettings.model_validate(settings)
+        own.refusals = [Refusal(method, status, "", times=1 << 20, key=name_of(40, 7))]
+        links = list(import_templar_run(config))
+    assert [link.window for link in links] == [1, 2, 3, 4]
+    assert set(links[0].taken) == {"templar-1", "templar-12"}
+    assert {uid: one.reason for uid, one in links[0].excluded.items()} == {
+        "templar-7": ExclusionReason.UNAVAILABLE
+    }
+    assert set(links[1].taken) == {"templar-1", "templar-7", "templar-12"}
+
+
 def test_a_run_that_has_not_begun_needs_weights(tmp_path: Path, bucket: Any) -> None:
     with pytest.raises(errors.NotFoundError, match="initial_weights"):
         list(import_templar_run(load(tmp_path, initial_weights=None)))
