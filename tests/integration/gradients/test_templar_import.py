@@ -117,11 +117,11 @@ def serve_folder(stack: ExitStack, folder: Path) -> ListedEndpoint:
     return endpoint
 
 
-def specify(endpoint: S3Endpoint) -> dict[str, Any]:
+def specify(endpoint: S3Endpoint, retry_timeout: str) -> dict[str, Any]:
     return {
         "url": "s3://bucket", "endpoint": endpoint.url, "region": "us-east-1",
         "credentials": {"access_key_id": "id", "secret_access_key": "secret"},
-        "retry_timeout": "1s",
+        "retry_timeout": retry_timeout,
     }  # fmt: skip
 
 
@@ -207,16 +207,20 @@ def test_a_shared_bucket_that_does_not_give_a_payload_ends_the_import_before_the
     settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
     with ExitStack() as stack:
         endpoint = serve_folder(stack, tmp_path / "templar")
-        settings["templar"]["store"] = specify(endpoint)
-        config = TemplarImportSettings.model_validate(settings)
+
+        def load_with(retry_timeout: str) -> TemplarImportSettings:
+            settings["templar"]["store"] = specify(endpoint, retry_timeout)
+            return TemplarImportSettings.model_validate(settings)
+
+        started = import_templar_run(load_with("2m"))
+        assert next(started).window == 1
+        started.close()
         outage = Refusal("GET", status, "", times=1 << 20, key=name_of(41, 12))
         endpoint.refusals = [outage]
-        started = import_templar_run(config)
-        assert next(started).window == 1
         with pytest.raises(kind, match=name_of(41, 12)):
-            next(started)
+            next(import_templar_run(load_with("3s")))
         outage.times = 0
-        links = list(import_templar_run(config))
+        links = list(import_templar_run(load_with("2m")))
     assert [link.window for link in links] == [2, 3, 4]
     assert all(set(link.taken) == {"templar-1", "templar-7", "templar-12"} for link in links)
     check_weights(tmp_path, weights, bucket)
@@ -251,16 +255,13 @@ def test_an_own_bucket_that_refuses_excludes_its_worker_only(
     settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
     with ExitStack() as stack:
         own = serve_folder(stack, tmp_path / "templar")
-        settings["templar"]["worker_stores"] = {7: specify(own)}
-        config = TemplarImportSettings.model_validate(settings)
-        own.refusals = [Refusal(method, status, "", times=1 << 20, key=name_of(40, 7))]
-        links = list(import_templar_run(config))
-    assert [link.window for link in links] == [1, 2, 3, 4]
-    assert set(links[0].taken) == {"templar-1", "templar-12"}
-    assert {uid: one.reason for uid, one in links[0].excluded.items()} == {
+        settings["templar"] |= {"worker_stores": {7: specify(own, "1s")}, "last_window": 40}
+        own.refusals = [Refusal(method, status, "", times=1 << 20)]
+        (link,) = import_templar_run(TemplarImportSettings.model_validate(settings))
+    assert set(link.taken) == {"templar-1", "templar-12"}
+    assert {uid: one.reason for uid, one in link.excluded.items()} == {
         "templar-7": ExclusionReason.UNAVAILABLE
     }
-    assert set(links[1].taken) == {"templar-1", "templar-7", "templar-12"}
 
 
 def test_a_run_that_has_not_begun_needs_weights(tmp_path: Path, bucket: Any) -> None:
