@@ -9,8 +9,8 @@ import heapq
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 
 from millrace import errors
 from millrace.gradients.codec.gradient_object import (
@@ -56,7 +56,8 @@ def import_templar_run(
 
     Raises:
         HeldError: Another import or an aggregator holds the run's lease.
-        NotFoundError: The run has not begun, and the settings have no initial weights.
+        NotFoundError: The run has not begun, and the settings have no initial weights. Or a payload
+            of the shared bucket was removed after it was listed.
         ConfigurationError: The model has parameters that Templar cannot send.
         ConflictError: The windows of the run were merged differently, with other settings.
         ChainError: The chain is broken.
@@ -134,6 +135,7 @@ class _SentPayload:
         window: Number of the window.
         store: Bucket with the payload.
         stat: Description of the payload.
+        written: Time of the upload, by which copies are told from originals.
         is_own: Whether the bucket is the worker's own, rather than the shared one.
     """
 
@@ -141,6 +143,7 @@ class _SentPayload:
     window: int
     store: Store
     stat: Stat
+    written: datetime
     is_own: bool
 
 
@@ -184,15 +187,14 @@ class _Origins:
             except GradientError as error:
                 failures[uid] = error
         listed = (
-            _SentPayload(uid, window, self._shared, stat, is_own=False)
+            _SentPayload(uid, window, self._shared, stat, stat.last_modified, is_own=False)
             for stat in list_objects(self._shared, f"gradient-{window}-")
             if (uid := self._parse(stat.key, window)) is not None and uid not in self._own
         )
         most = self._source.max_workers
         first = heapq.nsmallest(most, listed, key=_get_uid)  # no memory for the others
         payloads = heapq.nsmallest(most, [*own, *first], key=_get_uid)
-        payloads.sort(key=lambda sent: (sent.stat.last_modified, sent.uid))
-        return _WindowListing(payloads, failures)
+        return _WindowListing(_order_by_upload(payloads), failures)
 
     def _find_own(self, uid: int, store: Store, window: int) -> _SentPayload | None:
         """Return the payload in a worker's own bucket, if there is one.
@@ -202,11 +204,12 @@ class _Origins:
         """
         key = make_templar_key(TemplarKey(TemplarKind.GRADIENT, self._source.version, window, uid))
         try:
-            return _SentPayload(uid, window, store, head(store, key), is_own=True)
+            stat = head(store, key)
         except errors.NotFoundError:
             return None
         except errors.MillraceError as error:
             raise GradientError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
+        return _SentPayload(uid, window, store, stat, stat.last_modified, is_own=True)
 
     def _parse(self, key: str, window: int) -> int | None:
         parsed = parse_templar_key(key)
@@ -215,6 +218,26 @@ class _Origins:
         if (parsed.version, parsed.window) != (self._source.version, window):
             return None
         return parsed.uid
+
+
+def _order_by_upload(payloads: list[_SentPayload]) -> list[_SentPayload]:
+    """Return the payloads in the order in which they count: of two equal ones, the first.
+
+    The clock of the shared bucket is believed. The endpoint of an own bucket may be the worker's,
+    and state any time, such as one before that of a copied payload. The run is over, so no earlier
+    listing has seen the payload. So payloads of own buckets follow all of the shared bucket, and
+    have later times.
+
+    Own buckets are ordered by the times that they state. Names would be worse: each worker could
+    copy from those with higher numbers, while most own buckets have the clock of a provider.
+    """
+    found: list[_SentPayload] = []
+    for sent in sorted(payloads, key=lambda sent: (sent.is_own, sent.written, sent.uid)):
+        least = sent.written
+        if sent.is_own and found:
+            least = max(least, found[-1].written + timedelta(microseconds=1))
+        found.append(replace(sent, written=least))
+    return found
 
 
 def _get_uid(sent: _SentPayload) -> int:
@@ -253,7 +276,7 @@ class _WindowPayloads:
         except GradientError as error:
             self.exclude(sent.uid, error, progress)
             return
-        self._taken[uid], self._written[uid] = gradient, sent.stat.last_modified
+        self._taken[uid], self._written[uid] = gradient, sent.written
         progress(PayloadConverted(uid=uid, window=window.number, size=sent.stat.size, lost=lost))
 
     def exclude(self, number: int, error: GradientError, progress: Progress) -> None:

@@ -60,7 +60,8 @@ class TemplarSource(TemplarOptions):
     )
     worker_stores: dict[int, StoreSpec] = Field(
         default_factory=dict[int, StoreSpec],
-        description="Buckets of workers that have a bucket of their own, by the workers' numbers.",
+        description="Buckets of workers that have a bucket of their own, by the workers' numbers. "
+        "Their times of uploads are not compared with those of `store`.",
     )
 
 

@@ -1,6 +1,7 @@
 """A Templar run that becomes a chain, as a person imports it."""
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,42 @@ def test_an_own_bucket_that_refuses_excludes_its_worker_only(
     assert {uid: one.reason for uid, one in link.excluded.items()} == {
         "templar-7": ExclusionReason.UNAVAILABLE
     }
+
+
+def test_a_copy_in_an_own_bucket_that_states_an_earlier_time_is_excluded(
+    tmp_path: Path, bucket: Any
+) -> None:
+    begin(tmp_path)
+    stated = {"copier": 1, "late": 3_000_000_000, "middle": 2_000_000_000}
+    for uid, written in ((1, 1_900_000_000), (12, 1_950_000_000)):
+        os.utime(tmp_path / "templar" / name_of(40, uid), (written, written))
+    for name, number, original in (("copier", 2, 1), ("late", 3, 30), ("middle", 30, 30)):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = folder / name_of(40, number)
+        path.write_bytes(write(40, original).save())
+        os.utime(path, (stated[name], stated[name]))
+    early = tmp_path / "early" / name_of(40, 7)
+    early.parent.mkdir()
+    early.write_bytes(bucket[40, 7].save())
+    os.utime(early, (1, 1))
+    settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+    settings["templar"] |= {
+        "last_window": 40,
+        "worker_stores": {
+            number: {"url": (tmp_path / name).as_uri()}
+            for name, number in (("copier", 2), ("late", 3), ("early", 7), ("middle", 30))
+        },
+    }
+    (link,) = import_templar_run(TemplarImportSettings.model_validate(settings))
+    assert set(link.taken) == {"templar-1", "templar-7", "templar-12", "templar-30"}
+    assert {uid: one.reason for uid, one in link.excluded.items()} == {
+        "templar-2": ExclusionReason.DUPLICATE,
+        "templar-3": ExclusionReason.DUPLICATE,
+    }
+    order = sorted(link.taken, key=lambda uid: link.taken[uid].written)
+    assert order == ["templar-1", "templar-12", "templar-7", "templar-30"]
+    assert link.taken["templar-30"].written.timestamp() == stated["middle"]
 
 
 def test_a_run_that_has_not_begun_needs_weights(tmp_path: Path, bucket: Any) -> None:
