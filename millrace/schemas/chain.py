@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import AwareDatetime, Field
 
 from millrace.digest import OwnDigest
-from millrace.records import Record, RecordPart
+from millrace.records import JsonInt, Record, RecordPart
 from millrace.schemas.gradient import Codec, ExclusionReason
 from millrace.schemas.merge import MergeSettings
 
@@ -48,7 +48,7 @@ class ChainStart(Record):
     record_version: ClassVar[int] = 2  # with BLAKE3 digests
     run: str
     job: str
-    step: int
+    step: JsonInt
     root: str
     state: str
 
@@ -73,8 +73,8 @@ class MergedWorker(RecordPart):
     share: float = Field(ge=0, le=1)
     norm: float
     digest: OwnDigest
-    size: int
-    tokens: int
+    size: JsonInt
+    tokens: JsonInt
     samples: str = ""
     written: AwareDatetime
 
@@ -108,8 +108,8 @@ class UpdateEntry(RecordPart):
 
     key: str
     digest: OwnDigest
-    size: int
-    tensors: int
+    size: JsonInt
+    tensors: JsonInt
 
 
 def count_reasons(excluded: Iterable[ExcludedWorker]) -> str:
@@ -144,12 +144,12 @@ class ChainLink(Record):
     record_version: ClassVar[int] = 6  # with scores
 
     run: str
-    window: int
-    step: int
+    window: JsonInt
+    step: JsonInt
     updates: tuple[UpdateEntry, ...]
     codec: Codec
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[JsonInt, ...], ...]
     outer: OuterOptimizer
     merge: MergeSettings
     scores: str

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from millrace.records import Record, RecordPart
+from millrace.records import JsonInt, Record, RecordPart
 
 CHUNK_SIZE = 4096
 """Largest number of values in a chunk: an index has 12 bits."""
@@ -193,6 +193,6 @@ class StartWindow(Record):
     record_kind: ClassVar[str] = "start-window"
 
     uid: str
-    window: int = Field(ge=1)
-    step: int = Field(ge=0)
+    window: JsonInt = Field(ge=1)
+    step: JsonInt = Field(ge=0)
     measured: dict[str, FiniteFloat] = Field(default_factory=dict[str, float], max_length=32)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from millrace.digest import dump_canonical_json
-from millrace.records import Record, RecordPart
+from millrace.records import JsonInt, Record, RecordPart
 
 KEY_PATTERN = "^[0-9a-f]{64}$"
 """Pattern of an Ed25519 public key: 32 bytes in hexadecimal digits."""
@@ -35,7 +35,7 @@ class Registration(Record):
     version: str
     uid: str
     number: int = Field(ge=1, le=LARGEST_NUMBER)
-    leaves_after: int | None = Field(default=None, ge=0)
+    leaves_after: JsonInt | None = Field(default=None, ge=0)
     key: str = Field(pattern=KEY_PATTERN)
     signature: str = Field(default="", pattern="^([0-9a-f]{128})?$")
 
@@ -72,13 +72,13 @@ class RosterEntry(RecordPart):
     """
 
     key: str = Field(pattern=KEY_PATTERN)
-    number: int = Field(ge=1)
-    leaves_after: int | None = None
-    since: int = Field(ge=1)
-    ended: int | None = None
+    number: JsonInt = Field(ge=1)
+    leaves_after: JsonInt | None = None
+    since: JsonInt = Field(ge=1)
+    ended: JsonInt | None = None
     status: RosterStatus
-    valid: int = Field(default=0, ge=0)
-    missed: int = Field(default=0, ge=0)
+    valid: JsonInt = Field(default=0, ge=0)
+    missed: JsonInt = Field(default=0, ge=0)
     counts: bool = False
 
     @property

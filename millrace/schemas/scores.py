@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import AwareDatetime, Field
 
 from millrace.digest import OwnDigest
-from millrace.records import Record, RecordPart
+from millrace.records import JsonInt, Record, RecordPart
 
 
 class ScoreFormula(StrEnum):
@@ -136,9 +136,9 @@ class Standing(RecordPart):
     mu: float
     sigma: float
     use: float = 0.0
-    evaluations: int = 0
-    evaluated: int = 0
-    missed: int = 0
+    evaluations: JsonInt = 0
+    evaluated: JsonInt = 0
+    missed: JsonInt = 0
     score: float = 0.0
     weight: float = Field(default=0.0, ge=0, le=1)
 
@@ -159,7 +159,7 @@ class WindowEvidence(RecordPart):
         missing: Workers that missed the window, by their own fault.
     """
 
-    window: int
+    window: JsonInt
     evaluations: dict[str, Evaluation]
     copies: dict[str, CopiedGradient]
     valid: tuple[str, ...]

@@ -25,6 +25,9 @@ from millrace.records import (
     iterate_records,
     require_intact,
 )
+from millrace.schemas.checkpoint import EpochRecord, LateVote, RankShare, Roster, Vote
+from millrace.schemas.gradient import StartWindow
+from millrace.schemas.registration import Registration
 from millrace.storage import create, list_objects, open_store, put
 
 
@@ -191,6 +194,23 @@ def test_each_kind_of_record_has_one_stable_name():
         "window-scores",
         "worker-registration",
     ]
+
+
+@pytest.mark.parametrize(
+    "kind", [EpochRecord, LateVote, RankShare, Registration, Roster, StartWindow, Vote]
+)
+def test_every_integer_that_a_peer_writes_can_be_encoded_again(kind):
+    integers = list(list_integers(kind.model_json_schema()))
+    assert [one for one in integers if not {"minimum", "exclusiveMinimum"} & {*one}] == []
+    assert [one for one in integers if not {"maximum", "exclusiveMaximum"} & {*one}] == []
+
+
+def list_integers(schema):
+    if isinstance(schema, dict) and schema.get("type") == "integer":
+        yield schema
+    elif isinstance(schema, dict | list):
+        for one in schema.values() if isinstance(schema, dict) else schema:
+            yield from list_integers(one)
 
 
 def subclasses(kind):

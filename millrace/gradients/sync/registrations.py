@@ -190,13 +190,14 @@ def read_registrations(
         entry = known.get(uid)
         try:
             newest = find_registration(store, keys, uid, after=entry.number if entry else 0)
+            if newest is None or _is_consistent(newest, keys, uid):
+                return newest
+            warn(f"The registration {newest.number} of {uid} is not signed by it.")
         except errors.MillraceError as error:
             warn(f"The registration of {uid} cannot be read: {error}")
-            return None
-        if newest is not None and not _is_consistent(newest, keys, uid):
-            warn(f"The registration {newest.number} of {uid} is not signed by it.")
-            return None
-        return newest
+        except Exception as error:  # noqa: BLE001 - bytes that cause an error harm only their worker
+            warn(f"The registration of {uid} cannot be read ({type(error).__name__}).")
+        return None
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="registrations") as pool:
         newest = dict(zip(uids, pool.map(read_newest, uids), strict=True))

@@ -281,6 +281,11 @@ def test_what_no_worker_has_signed_joins_nobody(folder):
     put(folder, KEYS.make_registration_key("e", 1), of_d)
     put(folder, KEYS.make_registration_key("d", 7), of_d)  # another number than it has
     put(folder, f"{KEYS.make_registration_prefix('f')}000000001-f-v2.json", of_d)  # another version
+    for uid, number in (("g", '"99999999999999999999"'), ("h", '"' + "9" * 2000 + '"')):
+        of_it = wanted.model_copy(update={"uid": uid, "leaves_after": 7})
+        body = encode_record(other.sign(of_it), "0" * 32)
+        body = body.replace(b'"leaves_after":7', f'"leaves_after":{number}'.encode())
+        put(folder, KEYS.make_registration_key(uid, 1), body)
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(a.take_part, 1)
         assert a.joined.wait(60)
