@@ -40,7 +40,13 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, digest_record, fetch, list_numbers
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.gradient import ExclusionReason
-from millrace.schemas.scores import CopiedGradient, Standing, WindowEvidence, WindowScores
+from millrace.schemas.scores import (
+    CopiedGradient,
+    Evaluation,
+    Standing,
+    WindowEvidence,
+    WindowScores,
+)
 from millrace.storage import Store
 
 
@@ -165,14 +171,17 @@ def _evaluate_window(
         uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=len(workers) < wanted)
     }
     chosen = choose_workers(standings, workers, link.window, options.count, digest_record(link))
-    evaluator = WindowEvaluator(
-        state, link, gradients, compute_loss, step_size=options.step_size, threads=options.threads
-    )
+    evaluations = dict[str, Evaluation]()
+    if chosen:
+        evaluator = WindowEvaluator(
+            state, link, gradients, compute_loss,
+            step_size=options.step_size, threads=options.threads,
+        )  # fmt: skip
+        for uid in chosen:
+            evaluations[uid] = evaluator.evaluate(uid, with_value=options.with_values)
     return WindowEvidence(
         window=link.window,
-        evaluations={
-            uid: evaluator.evaluate(uid, with_value=options.with_values) for uid in chosen
-        },
+        evaluations=evaluations,
         copies=copies,
         valid=tuple(sorted({*link.taken, *copies, *valid})),
         missing=tuple(sorted(missed - {*copies})),

@@ -120,6 +120,24 @@ def test_only_a_worker_that_fails_by_its_own_fault_misses_a_window(
     assert last.standings["w1"].missed == 0
 
 
+@pytest.mark.parametrize(
+    "merge", [MergeSettings(), MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)]
+)
+def test_a_window_that_merged_no_gradient_has_scores(store: Store, merge: MergeSettings):
+    run = make_run(store, windows=2, merge=merge)
+    run.window += 1
+    excluded = dict.fromkeys(WORKERS, ExclusionReason.QUORUM)
+    link = run.merge_gradients({}, excluded | {"w0": ExclusionReason.MISSING})
+    assert (link.taken, link.updates) == ({}, ())
+    list(run.merge_windows(2))
+    scores = list(score_run(store, run.keys, run.compute_loss))
+    assert [bool(one.evidence.evaluations) for one in scores] == [True, True, False, True, True]
+    empty = scores[2].evidence
+    assert (empty.valid, empty.missing) == (tuple(WORKERS[1:]), ("w0",))
+    assert scores[2].standings["w1"].mu == scores[1].standings["w1"].mu
+    assert list(iterate_scores(store, run.keys)) == scores
+
+
 def test_changed_scores_are_found(store: Store):
     run = make_run(store)
     list(score_run(store, run.keys, run.compute_loss))
