@@ -156,6 +156,7 @@ def _evaluate_window(
 ) -> WindowEvidence:
     """Evaluate the gradients of a window. The state is that before the window.
 
+    Copies are not evaluated: they would take the places of other workers, and are not rated.
     A window with as many gradients as it wanted did not wait for other workers.
     """
     workers = sorted(gradients)
@@ -170,7 +171,8 @@ def _evaluate_window(
     missed = {
         uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=len(workers) < wanted)
     }
-    chosen = choose_workers(standings, workers, link.window, options.count, digest_record(link))
+    own = [uid for uid in workers if uid not in copies]
+    chosen = choose_workers(standings, own, link.window, options.count, digest_record(link))
     evaluations = dict[str, Evaluation]()
     if chosen:
         evaluator = WindowEvaluator(

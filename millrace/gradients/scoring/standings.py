@@ -77,7 +77,7 @@ def choose_workers(
 
     Args:
         standings: Standings before the window.
-        workers: Workers with a valid gradient.
+        workers: Workers with a valid gradient that is no copy.
         window: Number of the window.
         count: Number of workers to choose.
         seed: Digest that is not known before the window ends, such as that of its link.

@@ -53,7 +53,7 @@ def test_each_window_has_scores_and_a_second_scorer_has_nothing_to_do(store: Sto
 
     scores = list(score_run(store, run.keys, run.compute_loss, progress=progress))
     assert [one.evidence.window for one in scores] == [1, 2, 3]
-    assert [(one.evaluated, one.copies) for one in events] == [(6, 1)] * 3
+    assert [(one.evaluated, one.copies) for one in events] == [(5, 1)] * 3
     assert scores[-1].standings["w5"].weight == 0.0
     assert {one.evidence.copies["w5"].overlap for one in scores} == {1.0}
     assert not list(score_run(store, run.keys, run.compute_loss))
@@ -157,6 +157,14 @@ def test_only_some_workers_are_evaluated(store: Store):
     scores = list(score_run(store, run.keys, run.compute_loss, ScorerOptions(count=2)))
     assert [len(one.evidence.evaluations) for one in scores] == [2, 2, 2]
     assert {len(one.evidence.valid) for one in scores} == {6}
+
+
+def test_copies_take_no_place_of_other_workers(store: Store):
+    attacks = dict.fromkeys(WORKERS[3:], "copy")
+    run = make_run(store, windows=6, attacks=attacks)
+    scores = list(score_run(store, run.keys, run.compute_loss, ScorerOptions(count=2)))
+    assert {tuple(one.evidence.copies) for one in scores} == {tuple(WORKERS[3:])}
+    assert [len({*one.evidence.evaluations} - {*attacks}) for one in scores] == [2] * 6
 
 
 @pytest.mark.parametrize("rule", [MergeRule.MEAN, MergeRule.SENDERS, MergeRule.CENTERED_CLIP])
