@@ -157,7 +157,7 @@ def _evaluate_window(
     """Evaluate the gradients of a window. The state is that before the window.
 
     Copies are not evaluated: they would take the places of other workers, and are not rated.
-    A window with as many gradients as it wanted did not wait for other workers.
+    A window that took as many gradients as it wanted did not wait for other workers.
     """
     workers = sorted(gradients)
     written = {uid: link.taken[uid].written for uid in workers}
@@ -168,9 +168,8 @@ def _evaluate_window(
         if reason is ExclusionReason.DUPLICATE:
             copies[uid] = CopiedGradient(earlier="", overlap=1.0)
     valid = {uid for uid, reason in reasons.items() if reason is ExclusionReason.QUORUM}
-    missed = {
-        uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=len(workers) < wanted)
-    }
+    is_awaited = len(link.taken) < wanted
+    missed = {uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=is_awaited)}
     own = [uid for uid in workers if uid not in copies]
     chosen = choose_workers(standings, own, link.window, options.count, digest_record(link))
     evaluations = dict[str, Evaluation]()

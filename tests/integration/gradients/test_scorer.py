@@ -29,6 +29,7 @@ from millrace.storage import Store, delete, open_store, put, read
 from tests.support.scored_run import ScoredRun
 
 WORKERS = [f"w{number}" for number in range(6)]
+MULTI_KRUM = MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)
 
 
 @pytest.fixture
@@ -91,21 +92,22 @@ def test_of_two_scorers_the_first_decides(store: Store):
 
 
 @pytest.mark.parametrize(
-    ("reason", "wanted", "counts"),
+    ("reason", "wanted", "merge", "counts"),
     [
-        (ExclusionReason.MISSING, None, False),
-        (ExclusionReason.MISSING, 6, False),
-        (ExclusionReason.FORMAT, 5, False),
-        (ExclusionReason.MISSING, 5, True),
-        (ExclusionReason.UNAVAILABLE, None, True),
-        (ExclusionReason.QUORUM, None, True),
-        (ExclusionReason.WARM_UP, None, True),
+        (ExclusionReason.MISSING, None, MergeSettings(), False),
+        (ExclusionReason.MISSING, 6, MULTI_KRUM, False),
+        (ExclusionReason.FORMAT, 5, MergeSettings(), False),
+        (ExclusionReason.MISSING, 5, MergeSettings(), True),
+        (ExclusionReason.MISSING, 5, MULTI_KRUM, True),
+        (ExclusionReason.UNAVAILABLE, None, MergeSettings(), True),
+        (ExclusionReason.QUORUM, None, MergeSettings(), True),
+        (ExclusionReason.WARM_UP, None, MergeSettings(), True),
     ],
 )
 def test_only_a_worker_that_fails_by_its_own_fault_misses_a_window(
-    store: Store, reason: ExclusionReason, wanted: int | None, counts: bool
+    store: Store, reason: ExclusionReason, wanted: int | None, merge: MergeSettings, counts: bool
 ):
-    run = make_run(store)
+    run = make_run(store, windows=1, merge=merge)
     for _ in range(3):
         run.window += 1
         sent = run.make_gradients(run.state, run.window)
@@ -120,9 +122,7 @@ def test_only_a_worker_that_fails_by_its_own_fault_misses_a_window(
     assert last.standings["w1"].missed == 0
 
 
-@pytest.mark.parametrize(
-    "merge", [MergeSettings(), MergeSettings(rule=MergeRule.MULTI_KRUM, faulty=1)]
-)
+@pytest.mark.parametrize("merge", [MergeSettings(), MULTI_KRUM])
 def test_a_window_that_merged_no_gradient_has_scores(store: Store, merge: MergeSettings):
     run = make_run(store, windows=2, merge=merge)
     run.window += 1
