@@ -88,11 +88,17 @@ def describe_scores(url: str, found: Sequence[WindowScores]) -> Markdown:
         format_code(url), format_count(len(found), "window"), format_code(last.run),
         last.evidence.window, format_code(last.rules.formula),
     )  # fmt: skip
+    unscored = last.evidence.window - found[0].evidence.window + 1 - len(found)
+    gaps = format_markdown(
+        "Without scores: {} between these, since the gradients were deleted before. Score a run "
+        "before it is cleaned.", format_count(unscored, "window"),
+    )  # fmt: skip
     columns = (
         "Worker", ">Weight", ">Score", ">Rating", ">Own pages", ">Evaluated", ">Missed", "Copied",
     )  # fmt: skip
     return join_blocks(
         whole,
+        *((gaps,) if unscored else ()),
         format_image(_plot_scores(found, [uid for uid, _ in ranked[:_LINES]]), "scores of workers"),
         format_table(columns, (_make_row(uid, one, copies.get(uid)) for uid, one in ranked), _ROWS),
     )

@@ -34,6 +34,10 @@ class ChainError(errors.CorruptError):
     """A link is missing or broken, so no later link can be applied."""
 
 
+class ChainGapError(ChainError):
+    """A link or an update is missing, as after a cleaning."""
+
+
 def commit_first_link(store: Store, keys: ChainKeys, start: ChainStart) -> ChainStart:
     """Commit the first link of a run, or return the existing equal one.
 
@@ -104,14 +108,20 @@ def iterate_kept_links(store: Store, keys: ChainKeys) -> Iterator[ChainLink]:
         ChainError: A link does not have the digest of the previous one.
         NotFoundError: The run has not begun.
     """
+    kept = find_kept_windows(store, keys)
+    oldest = read_link(store, keys, kept.start)
+    if isinstance(oldest, ChainLink):
+        yield oldest
+    yield from _follow_links(store, keys, oldest, kept[1:])
+
+
+def find_kept_windows(store: Store, keys: ChainKeys) -> range:
+    """Return the windows whose links a cleaning has left: the newest ones without a gap."""
     numbers = set(list_numbers(store, keys.links, keys.parse_link))
     newest = first = max(numbers, default=0)
     while first - 1 in numbers:
         first -= 1
-    oldest = read_link(store, keys, first)
-    if isinstance(oldest, ChainLink):
-        yield oldest
-    yield from _follow_links(store, keys, oldest, range(first + 1, newest + 1))
+    return range(first, newest + 1)
 
 
 def _follow_links(
@@ -135,7 +145,8 @@ def read_link(store: Store, keys: ChainKeys, window: int) -> ChainStart | ChainL
 
     Raises:
         NotFoundError: The run has not begun.
-        ChainError: The link is missing, or the window is not merged yet.
+        ChainGapError: The link is missing.
+        ChainError: The window is not merged yet.
         CorruptError: The link cannot be read.
     """
     try:
@@ -159,7 +170,8 @@ def read_link_after(
     """Return the link of a window, checked against the previous one.
 
     Raises:
-        ChainError: The link is missing, or does not have the digest of the previous one.
+        ChainGapError: The link is missing.
+        ChainError: The link does not have the digest of the previous one.
     """
     try:
         link = fetch(store, keys.make_link_key(window), ChainLink)
@@ -248,7 +260,8 @@ def iterate_updates(
         threads: Number of threads.
 
     Raises:
-        ChainError: An update is missing, or has other bytes than were committed.
+        ChainGapError: An update is missing.
+        ChainError: An update has other bytes than were committed.
     """
     if not link.updates:
         return
@@ -304,7 +317,9 @@ def _read_update(
     try:
         body = read(store, update.key, max_size=update.size)
     except errors.NotFoundError:
-        raise ChainError(f"{where}: {store.make_url(update.key)} is missing: restore it.") from None
+        raise ChainGapError(
+            f"{where}: {store.make_url(update.key)} is missing: restore it."
+        ) from None
     except errors.CorruptError:  # the object is larger than the committed one
         body = None
     if body is None or compute_digest(body) != update.digest:
@@ -401,8 +416,8 @@ def catch_up(
     return last
 
 
-def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainError:
-    return ChainError(
+def _make_missing_error(store: Store, keys: ChainKeys, window: int) -> ChainGapError:
+    return ChainGapError(
         f"Window {window} of {keys.run} is missing "
         f"({store.make_url(keys.make_link_key(window))}), and "
         "later ones exist: restore it, since later windows need it."

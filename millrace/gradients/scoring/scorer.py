@@ -5,6 +5,7 @@ openings of the windows say for how many gradients each waited. So a scorer may 
 anywhere, and nobody can change what it judges.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,10 @@ from millrace import errors
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.merging.links import (
     ChainError,
+    ChainGapError,
     apply_link,
     catch_up,
+    find_kept_windows,
     find_newest_window,
     find_opening,
     iterate_updates,
@@ -24,6 +27,7 @@ from millrace.gradients.merging.links import (
 )
 from millrace.gradients.merging.merge import GradientsByWorker
 from millrace.gradients.merging.scores import read_newest_scores
+from millrace.gradients.merging.updates import StoredTensor
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.evaluation import (
     ComputeLoss,
@@ -38,7 +42,7 @@ from millrace.gradients.weights import load_newest_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, digest_record, fetch, list_numbers
-from millrace.schemas.chain import ChainLink
+from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.scores import (
     CopiedGradient,
@@ -48,6 +52,8 @@ from millrace.schemas.scores import (
     WindowScores,
 )
 from millrace.storage import Store
+
+log = logging.getLogger(__name__)
 
 
 def score_run(
@@ -61,7 +67,8 @@ def score_run(
 ) -> Iterator[WindowScores]:
     """Score the merged windows of a run that have no scores yet. After a kill, call it again.
 
-    Several scorers of one run agree: the first one's scores of a window are those of all.
+    Several scorers of one run agree: the first one's scores of a window are those of all. Windows
+    whose links or updates were cleaned are left out: the scores go on after a newer checkpoint.
 
     Args:
         store: Bucket of the aggregator. The scores are written there.
@@ -76,18 +83,14 @@ def score_run(
 
     Raises:
         NotFoundError: The run has not begun.
+        ChainGapError: A link or an update is missing, and no newer checkpoint is verified.
         ChainError: The chain, or the scores of an earlier window, are broken.
         ConfigurationError: A loss before a window is not a finite number above 0, or the updates
             have no gradients of workers.
     """
     options = options or ScorerOptions()
     before = read_newest_scores(store, keys)
-    window = before.evidence.window if before else 0
-    weights, loaded = load_newest_weights(
-        store, keys, allocate_locally(threads=options.threads), until=window, progress=progress
-    )
-    state = weights.collect_state()
-    catch_up(store, keys, state, after=loaded, until=window, progress=progress)
+    state, window = _load_state(store, keys, _get_window(before), options, progress)
     link = read_link(store, keys, window)
     while options.until is None or window < options.until:
         newest = find_newest_window(store, keys)
@@ -96,9 +99,17 @@ def score_run(
                 return
             time.sleep(follow.total_seconds())
             continue
-        window += 1
-        link = read_link_after(store, keys, window, link)
-        updates = list(iterate_updates(store, link, threads=options.threads))
+        try:
+            link, updates = _read_window(store, keys, window + 1, link, options)
+        except ChainGapError as gap:
+            before = read_newest_scores(store, keys)
+            if (scored := _get_window(before)) > window:  # by another scorer
+                state, window = _load_state(store, keys, scored, options, progress)
+            else:
+                state, window = _load_newer_state(store, keys, window, gap, options, progress)
+            link = read_link(store, keys, window)
+            continue
+        window = link.window
         gradients = collect_gradients(link, updates)
         standings = before.standings if before else {}
         wanted = _read_wanted(store, keys, window)
@@ -143,6 +154,71 @@ def iterate_scores(store: Store, keys: ChainKeys) -> Iterator[WindowScores]:
                 )
         yield scores
         before = scores
+
+
+def _get_window(scores: WindowScores | None) -> int:
+    """Return the number of the window of scores; 0 if there are none."""
+    return scores.evidence.window if scores else 0
+
+
+def _read_window(
+    store: Store,
+    keys: ChainKeys,
+    window: int,
+    before: ChainStart | ChainLink,
+    options: ScorerOptions,
+) -> tuple[ChainLink, list[dict[str, StoredTensor]]]:
+    """Return the link of a window, and the tensors of its updates."""
+    link = read_link_after(store, keys, window, before)
+    return link, list(iterate_updates(store, link, threads=options.threads))
+
+
+def _load_state(
+    store: Store, keys: ChainKeys, window: int, options: ScorerOptions, progress: Progress
+) -> tuple[WeightState, int]:
+    """Return the weights after a window, or after a later one if objects were cleaned."""
+    weights, loaded = load_newest_weights(
+        store, keys, allocate_locally(threads=options.threads), until=window, progress=progress
+    )
+    state = weights.collect_state()
+    try:
+        catch_up(store, keys, state, after=loaded, until=window, progress=progress)
+    except ChainGapError as gap:
+        return _load_newer_state(store, keys, window, gap, options, progress)
+    return state, window
+
+
+def _load_newer_state(
+    store: Store,
+    keys: ChainKeys,
+    window: int,
+    gap: ChainGapError,
+    options: ScorerOptions,
+    progress: Progress,
+) -> tuple[WeightState, int]:
+    """Return the weights of a checkpoint after a window, and its window.
+
+    A cleaning keeps the links from the newest checkpoint of its time. So the checkpoint of the
+    first kept link leaves out the fewest windows. Otherwise, it is the newest checkpoint.
+
+    Raises:
+        ChainGapError: There is no such checkpoint.
+    """
+    first = find_kept_windows(store, keys).start
+    for until in (first, None):
+        if until is not None and until <= window:
+            continue
+        weights, loaded = load_newest_weights(
+            store, keys, allocate_locally(threads=options.threads), until=until, progress=progress
+        )
+        if loaded > window:
+            log.warning(
+                "The windows %d to %d of %s get no scores, and the next scores follow from the "
+                "standings before: the objects of these windows were deleted. Score a run before "
+                "it is cleaned. (%s)", window + 1, loaded, keys.run, gap,
+            )  # fmt: skip
+            return weights.collect_state(), loaded
+    raise gap
 
 
 def _evaluate_window(

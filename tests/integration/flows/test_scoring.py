@@ -7,6 +7,7 @@ import pytest
 from flows.score_gradients import score_gradients
 from millrace.gradients import ScorerOptions, iterate_scores
 from millrace.storage import open_store, put, read
+from tasks.scoring import describe_scores
 from tests.prefect_server import PrefectServer
 from tests.support.scored_run import ScoredRun
 
@@ -42,11 +43,14 @@ def test_windows_are_scored_and_the_report_has_the_standings(
     assert done.code == 0, done.output
     done = prefect_api.call(score_gradients, **given)
     assert done.code == 0, done.output
-    assert [one.evidence.window for one in iterate_scores(store, run.keys)] == [1, 2, 3]
+    scores = list(iterate_scores(store, run.keys))
+    assert [one.evidence.window for one in scores] == [1, 2, 3]
     report = prefect_api.read_artifacts(done.run)["scores-of-workers"]
     assert "**3 windows** of `runs/one` scored, up to window 3" in report
     assert "| `w3` | 0.0% | 0.00 |" in report
     assert "100% of `w" in report
+    assert "Without scores" not in report
+    assert "Without scores: 1 window between these" in describe_scores("url", scores[::2])
 
     key = run.keys.make_scores_key(2)
     put(store, key, read(store, key).replace(b'"missed":0', b'"missed":1'))

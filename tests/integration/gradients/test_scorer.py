@@ -15,12 +15,15 @@ from millrace.gradients import (
     WeightState,
     catch_up,
     find_newest_window,
+    iterate_kept_links,
 )
+from millrace.gradients.merging.links import ChainGapError
 from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.scorer import iterate_scores, score_run
 from millrace.gradients.scoring.settings import ScorerOptions
 from millrace.gradients.settings import GatherSettings, WindowOpening
+from millrace.gradients.weights import save_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.records import commit_once, digest_record, fetch
 from millrace.schemas.gradient import ExclusionReason
@@ -74,6 +77,58 @@ def test_scores_stop_at_a_window(store: Store):
     run = make_run(store)
     assert len(list(score_run(store, run.keys, run.compute_loss, ScorerOptions(until=2)))) == 2
     assert len(list(score_run(store, run.keys, run.compute_loss))) == 1
+
+
+def save_and_clean(run: ScoredRun, kept: int) -> None:
+    """Save a checkpoint, merge further windows, and delete what a cleaning deletes before it."""
+    save_weights(run.state, run.store, run.keys.job, step=run.window, window=run.window)
+    head = run.window
+    updates = [
+        update.key
+        for link in iterate_kept_links(run.store, run.keys)
+        if link.window <= head
+        for update in link.updates
+    ]
+    list(run.merge_windows(kept))
+    links = [run.keys.make_link_key(window) for window in range(1, head)]
+    delete(run.store, [*links, *updates])
+
+
+def test_a_new_scorer_begins_after_the_checkpoint_that_a_cleaning_kept(store: Store, caplog):
+    run = make_run(store)
+    save_and_clean(run, kept=2)
+    save_weights(run.state, store, run.keys.job, step=run.window, window=run.window)
+    list(run.merge_windows(1))
+    scores = list(score_run(store, run.keys, run.compute_loss))
+    assert [one.evidence.window for one in scores] == [4, 5, 6]
+    assert "The windows 1 to 3 of runs/one get no scores" in caplog.text
+    assert list(iterate_scores(store, run.keys)) == scores
+    assert not list(score_run(store, run.keys, run.compute_loss))
+
+
+def test_a_scorer_behind_a_cleaning_keeps_the_standings(store: Store, caplog):
+    run = make_run(store, windows=5)
+    scorer = score_run(store, run.keys, run.compute_loss)
+    scores = [next(scorer), next(scorer)]
+    save_and_clean(run, kept=1)
+    scores += scorer
+    list(run.merge_windows(2))
+    save_and_clean(run, kept=1)
+    scores += score_run(store, run.keys, run.compute_loss)
+    assert list(iterate_scores(store, run.keys)) == scores
+    assert [one.evidence.window for one in scores] == [1, 2, 6, 9]
+    assert scores[-1].standings["w0"].evaluations == 4
+    assert "The windows 3 to 5 of runs/one get no scores" in caplog.text
+    assert "The windows 7 to 8 of runs/one get no scores" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "update"])
+def test_a_missing_object_without_a_newer_checkpoint_is_a_sentence(store: Store, kind: str):
+    run = make_run(store)
+    (update,) = list(iterate_kept_links(store, run.keys))[1].updates
+    delete(store, [run.keys.make_link_key(2) if kind == "link" else update.key])
+    with pytest.raises(ChainGapError, match=r"missing.*restore it"):
+        list(score_run(store, run.keys, run.compute_loss))
 
 
 def test_of_two_scorers_the_first_decides(store: Store):
