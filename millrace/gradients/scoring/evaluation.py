@@ -50,7 +50,7 @@ class ComputeLoss(Protocol):
 
 def collect_gradients(
     link: ChainLink, updates: Iterable[Mapping[str, StoredTensor]]
-) -> GradientsByWorker:
+) -> GradientsByWorker | None:
     """Collect the gradients that a link has merged from its updates, which nobody can change.
 
     Args:
@@ -59,10 +59,7 @@ def collect_gradients(
 
     Returns:
         Gradients by the workers' names, without those of workers that had no share in the merge,
-        and without buffers.
-
-    Raises:
-        ConfigurationError: The updates have merged values, not the gradients of workers.
+        and without buffers. None if an update has merged values, since these are shorter.
     """
     gradients: dict[str, dict[str, tuple[SparseChunks, ...]]] = {}
     for stored in updates:
@@ -70,11 +67,7 @@ def collect_gradients(
             if link.codec.is_buffer(name):
                 continue
             if not tensor.gradients:
-                raise errors.ConfigurationError(
-                    f"Window {link.window} of {link.run} stores merged values, since these are "
-                    "shorter than the gradients of its workers. Such workers cannot be scored: "
-                    "choose a codec with fewer bits or a smaller `k`."
-                )
+                return None
             for uid, groups in tensor.gradients.items():
                 gradients.setdefault(uid, {})[name] = groups
     return gradients

@@ -85,8 +85,7 @@ def score_run(
         NotFoundError: The run has not begun.
         ChainGapError: A link or an update is missing, and no newer checkpoint is verified.
         ChainError: The chain, or the scores of an earlier window, are broken.
-        ConfigurationError: A loss before a window is not a finite number above 0, or the updates
-            have no gradients of workers.
+        ConfigurationError: A loss before a window is not a finite number above 0.
     """
     options = options or ScorerOptions()
     before = read_newest_scores(store, keys)
@@ -111,10 +110,16 @@ def score_run(
             continue
         window = link.window
         gradients = collect_gradients(link, updates)
+        if gradients is None:
+            log.warning(
+                "Nobody is evaluated in window %d of %s: it stores merged values, since these are "
+                "shorter than the gradients of its workers. If most windows do, begin a run whose "
+                "codec has fewer bits or a smaller `k`.", window, keys.run,
+            )  # fmt: skip
         standings = before.standings if before else {}
         wanted = _read_wanted(store, keys, window)
         evidence = _evaluate_window(
-            link, gradients, state, compute_loss, options, standings, wanted
+            link, gradients or {}, state, compute_loss, options, standings, wanted
         )
         before = _commit_scores(store, keys, link, evidence, before, options)
         apply_link(store, link, state, progress, updates=updates)

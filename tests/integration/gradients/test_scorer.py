@@ -9,7 +9,6 @@ import torch
 from millrace import errors
 from millrace.gradients import (
     ChainError,
-    Codec,
     MergeRule,
     MergeSettings,
     WeightState,
@@ -259,10 +258,18 @@ def test_a_loss_of_zero_before_a_window_is_a_sentence(store: Store):
         list(score_run(store, run.keys, lambda weights, window, uid: 0.0))
 
 
-def test_updates_with_merged_values_are_a_sentence(store: Store):
-    run = make_run(store, windows=1, codec=Codec(k=4096, bits=32))
-    with pytest.raises(errors.ConfigurationError, match="stores merged values"):
-        list(score_run(store, run.keys, run.compute_loss))
+def test_a_window_of_merged_values_has_scores_without_evaluations(store: Store, caplog):
+    run = make_run(store, windows=1)
+    run.window += 1
+    sent = run.make_gradients(run.state, run.window)
+    run.merge_gradients(dict.fromkeys(WORKERS[1:], sent["w1"]), {"w0": ExclusionReason.MISSING})
+    list(run.merge_windows(1))
+    scores = list(score_run(store, run.keys, run.compute_loss))
+    assert [len(one.evidence.evaluations) for one in scores] == [6, 0, 6]
+    assert (scores[1].evidence.valid, scores[1].evidence.missing) == (tuple(WORKERS[1:]), ("w0",))
+    assert scores[1].standings["w1"].mu == scores[0].standings["w1"].mu
+    assert caplog.text.count("Nobody is evaluated in window 2 of runs/one") == 1
+    assert list(iterate_scores(store, run.keys)) == scores
 
 
 def test_a_run_that_has_not_begun_is_a_sentence(store: Store):
