@@ -1,12 +1,14 @@
 """A scorer follows the chain, and its scores are those of everyone."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from millrace import errors
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, execute, make_plan
 from millrace.gradients import (
     ChainError,
     MergeRule,
@@ -16,7 +18,7 @@ from millrace.gradients import (
     find_newest_window,
     iterate_kept_links,
 )
-from millrace.gradients.merging.links import ChainGapError
+from millrace.gradients.merging.links import ChainGapError, find_kept_windows
 from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.scorer import iterate_scores, score_run
@@ -79,18 +81,14 @@ def test_scores_stop_at_a_window(store: Store):
 
 
 def save_and_clean(run: ScoredRun, kept: int) -> None:
-    """Save a checkpoint, merge further windows, and delete what a cleaning deletes before it."""
+    """Save a checkpoint, merge further windows, and clean the objects before the checkpoint."""
     save_weights(run.state, run.store, run.keys.job, step=run.window, window=run.window)
     head = run.window
-    updates = [
-        update.key
-        for link in iterate_kept_links(run.store, run.keys)
-        if link.window <= head
-        for update in link.updates
-    ]
     list(run.merge_windows(kept))
-    links = [run.keys.make_link_key(window) for window in range(1, head)]
-    delete(run.store, [*links, *updates])
+    rule = Rule(kinds=(CleanupKind.GATHERS,), older_than=timedelta(0))
+    settings = CleanupSettings(store=run.store.spec, rules=(rule,))
+    execute(settings, make_plan(settings).name)
+    assert find_kept_windows(run.store, run.keys) == range(head, head + kept + 1)
 
 
 def test_a_new_scorer_begins_after_the_checkpoint_that_a_cleaning_kept(store: Store, caplog):
@@ -114,7 +112,7 @@ def test_a_scorer_behind_a_cleaning_keeps_the_standings(store: Store, caplog):
     list(run.merge_windows(2))
     save_and_clean(run, kept=1)
     scores += score_run(store, run.keys, run.compute_loss)
-    assert list(iterate_scores(store, run.keys)) == scores
+    assert list(iterate_scores(store, run.keys)) == scores[2:]  # the older ones were cleaned
     assert [one.evidence.window for one in scores] == [1, 2, 6, 9]
     assert scores[-1].standings["w0"].evaluations == 4
     assert "The windows 3 to 5 of runs/one get no scores" in caplog.text
