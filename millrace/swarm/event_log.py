@@ -12,14 +12,14 @@ class EventLog:
     """Events of a run, for any thread.
 
     Args:
-        count_received: Returns the bytes that the node has received in this run.
+        count_progress: Returns the bytes that the node has received and unpacked in this run.
         timeout: Seconds that `poll` waits for an event at most.
     """
 
-    def __init__(self, count_received: Callable[[], int], timeout: float) -> None:
-        self._count_received, self._timeout = count_received, timeout
+    def __init__(self, count_progress: Callable[[], int], timeout: float) -> None:
+        self._count_progress, self._timeout = count_progress, timeout
         self._events: list[NodeEvent] = []
-        self._received = 0  # bytes at the end of the last poll
+        self._counted = 0  # bytes at the end of the last poll
         self._changed = threading.Condition()
 
     def append(self, event: NodeEvent) -> None:
@@ -31,16 +31,16 @@ class EventLog:
     def poll(self, after: int) -> list[NodeEvent]:
         """Return the events that follow the first `after` ones, a limited number of them.
 
-        Without an event, wait for one. If bytes but no event have arrived since the last call, add
-        a `BytesReceived`.
+        Without an event, wait for one. If there is none, and bytes have arrived or were unpacked
+        since the last call, add a `BytesReceived`.
         """
         with self._changed:
             if len(self._events) <= after:
                 self._changed.wait(self._timeout)
-            received = self._count_received()
-            if len(self._events) <= after and received != self._received:
-                self._events.append(BytesReceived(received))
-            self._received = received
+            counted = self._count_progress()
+            if len(self._events) <= after and counted != self._counted:
+                self._events.append(BytesReceived(counted))
+            self._counted = counted
             return self._events[after : after + _MAX_EVENTS]
 
     def wake(self) -> None:

@@ -69,10 +69,11 @@ Order: TypeAlias = FetchPiece | DropPiece | VoidDigest | AddPeer
 
 @dataclass(frozen=True, slots=True)
 class BytesReceived:
-    """Bytes have arrived since the last answer, though no piece is complete.
+    """Bytes have arrived or were unpacked since the last answer, without another event.
 
     Attributes:
-        total: Bytes that the agent has received in this run.
+        total: Bytes that the agent has received and unpacked in this run, and 1 for each member of
+            an archive.
     """
 
     total: int

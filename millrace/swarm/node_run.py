@@ -58,7 +58,7 @@ class NodeRun:
         self._files, self._peers = spec.catalogue.files, peers
         self.began = datetime.now(UTC)
         self.heard = time.monotonic()
-        self._events = EventLog(lambda: self._fetcher.received, _LONG_POLL_TIMEOUT)
+        self._events = EventLog(self._count_progress, _LONG_POLL_TIMEOUT)
         self.assembler = Assembler(
             root,
             spec.catalogue,
@@ -131,6 +131,9 @@ class NodeRun:
         """
         self.heard = time.monotonic()
         return [encode_message(event) for event in self._events.poll(after)]
+
+    def _count_progress(self) -> int:
+        return self._fetcher.received + self._archives.written
 
     def _report_fault(self, error: BaseException) -> None:
         self._events.append(NodeFailed(describe_error(error)))

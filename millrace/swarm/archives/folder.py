@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from millrace import errors
@@ -40,15 +40,22 @@ class Tree:
         limits: Limits of the archive.
         mode: Permission bits of the files; None keeps those of the archive.
         owner: User id and group id of all members; None keeps those of the process.
+        on_written: Called with the size of each written block, and with 1 for each member.
 
     Attributes:
         limits: Limits of the archive.
     """
 
     def __init__(
-        self, root: Path, limits: UnpackLimits, mode: int | None, owner: tuple[int, int] | None
+        self,
+        root: Path,
+        limits: UnpackLimits,
+        mode: int | None,
+        owner: tuple[int, int] | None,
+        on_written: Callable[[int], None],
     ) -> None:
         self.limits = limits
+        self._on_written = on_written
         self._mode = None if mode is None else mode & 0o777
         self._owner = owner
         self._latest = time.time() + _LATER
@@ -132,6 +139,7 @@ class Tree:
 
     def _count_member(self) -> None:
         self._members += 1
+        self._on_written(1)
         if self._members > self.limits.members:
             raise errors.ArchiveError(
                 f"The archive has more than {self.limits.members} members: raise the limit if "
@@ -223,7 +231,9 @@ class Tree:
                     "another root."
                 )
         while block:
-            block = memoryview(block)[os.write(descriptor, block) :]
+            written = os.write(descriptor, block)
+            self._on_written(written)
+            block = memoryview(block)[written:]
 
     def _set_permissions(self, descriptor: int, mode: int) -> None:
         if self._owner is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,9 @@ class ArchiveUnpacker:
         catalogue: Files of the run.
         assembler: Assembler of these files.
         limits: Limits of one archive: ``bytes`` and ``members``.
+
+    Attributes:
+        written: Bytes that were written into members, and 1 for each member.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class ArchiveUnpacker:
     ) -> None:
         self._root, self._catalogue, self._assembler = root.resolve(), catalogue, assembler
         self._limits = limits
+        self._lock = threading.Lock()  # of `written`
+        self.written = 0
 
     def unpack(self, number: int) -> int:
         """Unpack one archive, and return when its folder has the final name.
@@ -129,7 +135,19 @@ class ArchiveUnpacker:
                 archive = _CompleteFile(opened, partial(self._assembler.check_open, number))
             else:
                 archive = self._assembler.open_sequential(number)
-            unpack(archive, method, half, limits=limits, mode=file.mode, owner=file.owner)
+            unpack(
+                archive,
+                method,
+                half,
+                limits=limits,
+                mode=file.mode,
+                owner=file.owner,
+                on_written=self._count_written,
+            )
+
+    def _count_written(self, size: int) -> None:
+        with self._lock:
+            self.written += size
 
 
 class _CompleteFile:

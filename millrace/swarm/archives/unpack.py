@@ -6,7 +6,7 @@
 import contextlib
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -120,6 +120,7 @@ def unpack(
     limits: UnpackLimits,
     mode: int | None = None,
     owner: tuple[int, int] | None = None,
+    on_written: Callable[[int], None] = lambda _: None,
 ) -> UnpackResult:
     """Unpack an archive while it arrives, into an empty folder.
 
@@ -141,6 +142,7 @@ def unpack(
         mode: Permission bits of the files; None keeps those of the archive. Files that are
             executable in the archive, and folders, are executable for all that may read them.
         owner: User id and group id of all members. Needs root.
+        on_written: Called with the size of each written block, and with 1 for each member.
 
     Raises:
         ArchiveError: The archive is damaged or exceeds the limits, or a member is refused. No file
@@ -157,7 +159,7 @@ def unpack(
         opened = archive
         if isinstance(opened, Path):
             opened = stack.enter_context(opened.open("rb"))
-        tree = stack.enter_context(contextlib.closing(Tree(into, limits, mode, owner)))
+        tree = stack.enter_context(contextlib.closing(Tree(into, limits, mode, owner, on_written)))
         if method is Unpacking.ZIP:
             unzip(opened, tree)
         elif method in SINGLE_FILE_METHODS:

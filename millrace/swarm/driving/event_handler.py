@@ -52,8 +52,7 @@ class EventHandler:
             return
         match event:
             case BytesReceived():
-                if self._state.tracker.lacks_any(member.node.id):
-                    member.last_progress = time.monotonic()
+                member.last_progress = time.monotonic()
             case PieceWritten():
                 self._handle_written(member, event)
             case PieceRedundant():

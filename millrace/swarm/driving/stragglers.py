@@ -11,6 +11,7 @@ from millrace.swarm.driving.run_state import RunState
 
 _FINISH_FACTOR = 5.0  # longest time of a node without confirmed bytes, over that of a ready node
 _SLOW_DISK_RATE = 10e6  # bytes a second that a node checks, unpacks or syncs at least
+_FINISH_TIMEOUT = 3600.0  # seconds of a node that reports progress, if no other one shows how long
 _MIN_RATE = 100e3  # bytes a second that a node must receive, once half of the nodes are ready
 _MAX_RATE_RATIO = 100.0  # rate of the slowest ready node, over the lowest allowed rate
 _SLACK = 2.0  # longest time of a node for its confirmed bytes, over that at the lowest rate
@@ -38,7 +39,9 @@ class StragglerFinder:
 
     A member that lacks bytes may wait for other nodes, so its stalls count once half of the nodes
     are ready. A member with all bytes checks, unpacks or syncs its files: it may take several times
-    as long as the others, or as long as a slow disk if no two others are ready.
+    as long as the others, or as long as a slow disk. Members that had most bytes before the run are
+    ready at once, and do not show how long that takes. A member that has not joined checks the
+    files that it has, and its deadline is that of the request (`AgentClient.start_run`).
 
     A member may report progress forever, so each phase of a member has a deadline that no report
     extends. Only confirmed bytes extend it: pieces whose digests the driver or another node has,
@@ -64,7 +67,7 @@ class StragglerFinder:
     def find(self, now: float) -> list[tuple[Member, str]]:
         """Return the members that the run no longer waits for, each with the reason."""
         members = self._state.members.list_living()
-        done = [member.seconds for member in members if member.ready]
+        done = [member for member in members if member.ready]
         if len(done) < max(1, len(members) // 2):
             self._half_ready_at = None
             self._phases.clear()
@@ -72,62 +75,71 @@ class StragglerFinder:
             self._half_ready_at = now
         found: list[tuple[Member, str]] = []
         for member in members:
-            if self._state.is_finished(member, self._files):
+            if not member.joined or self._state.is_finished(member, self._files):
                 continue
             reason = self._judge(member, done, now)
             if reason:
                 found.append((member, reason))
         return found
 
-    def _judge(self, member: Member, done: list[float], now: float) -> str:
+    def _judge(self, member: Member, done: list[Member], now: float) -> str:
         """Return the reason not to wait for a member; empty if the run still waits.
 
         Args:
-            member: Member that has not all files.
-            done: Seconds that each ready member took.
+            member: Member that has joined, and has not all files.
+            done: Members that are ready.
             now: Time.
         """
         quiet, stalled = now - member.last_progress, self._stall_timeout
-        since, slowest = self._half_ready_at, max(done, default=0.0)
-        lacks = member.joined and self._state.tracker.lacks_any(member.node.id)
+        since, slowest = self._half_ready_at, max((one.seconds for one in done), default=0.0)
+        lacks = self._state.tracker.lacks_any(member.node.id)
         # Before that time, the member may have waited for nodes that were not ready themselves.
         if lacks and since is not None and min(quiet, now - since) > stalled:
             return f"it received no byte for {quiet:.0f} s"
-        if since is not None and member.joined:
-            reason = self._judge_phase(member, slowest, now, receives=lacks)
+        finishing = max(stalled, _FINISH_FACTOR * slowest, self._size / _SLOW_DISK_RATE)
+        if since is not None:
+            if lacks:
+                reason = self._judge_receiving(member, slowest, now)
+            else:
+                shown = any(one.counts.moved > self._size // 2 for one in done)
+                limit = finishing if shown else max(finishing, _FINISH_TIMEOUT)
+                reason = self._judge_finishing(member, limit, now)
             if reason:
                 return (
                     f"it was not ready {now - self._began:.0f} s after the start, and the other "
                     f"nodes were ready after {slowest:.0f} s: {reason}"
                 )
-        if lacks:
-            return ""
-        # One ready node alone does not show how long the others need.
-        working = _FINISH_FACTOR * slowest if len(done) > 1 else self._size / _SLOW_DISK_RATE
-        if (member.joined or since is not None) and quiet > max(stalled, working):
+        if not lacks and quiet > finishing:
             others = f", and the other nodes were ready after {slowest:.0f} s in all"
             return f"it was not ready {quiet:.0f} s after its last byte{others if done else ''}"
         return ""
 
-    def _judge_phase(self, member: Member, slowest: float, now: float, *, receives: bool) -> str:
-        """Return the reason if a member is past the deadline of its phase; otherwise nothing.
+    def _enter_phase(self, member: Member, now: float, *, receives: bool) -> _Phase:
+        """Return the phase of a member, a new one if the member was in the other phase before."""
+        phase = self._phases.get(member.node.id)
+        if phase is None or phase.receives != receives:
+            confirmed = self._state.tracker.measure_confirmed(member.node.id)
+            phase = self._phases[member.node.id] = _Phase(receives, now, confirmed)
+        return phase
+
+    def _judge_finishing(self, member: Member, limit: float, now: float) -> str:
+        """Return the reason if a member has had all bytes for longer than a limit in seconds."""
+        phase = self._enter_phase(member, now, receives=False)
+        if now - phase.since <= limit:
+            return ""
+        return f"it has had all bytes for {now - phase.since:.0f} s: check its disk"
+
+    def _judge_receiving(self, member: Member, slowest: float, now: float) -> str:
+        """Return the reason if a member receives more slowly than the lowest rate.
 
         Args:
-            member: Member that has joined.
+            member: Member that lacks a piece.
             slowest: Seconds that the slowest ready member took.
             now: Time.
-            receives: Whether the member lacks a piece.
         """
         tracker, node_id = self._state.tracker, member.node.id
-        phase = self._phases.get(node_id)
-        if phase is None or phase.receives != receives:
-            confirmed = tracker.measure_confirmed(node_id)
-            phase = self._phases[node_id] = _Phase(receives, now, confirmed)
+        phase = self._enter_phase(member, now, receives=True)
         allowed = max(self._stall_timeout, _FINISH_FACTOR * slowest)
-        if not receives:
-            if now - phase.since <= max(allowed, self._size / _SLOW_DISK_RATE):
-                return ""
-            return f"it has had all bytes for {now - phase.since:.0f} s: check its disk"
         if now - phase.since <= allowed + phase.extension:
             return ""
         confirmed = tracker.measure_confirmed(node_id)

@@ -148,6 +148,18 @@ def test_a_complete_archive_is_not_unpacked_after_the_end_of_the_run(tmp_path, m
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_each_written_byte_and_member_of_an_archive_is_counted(tmp_path, method):
+    members = {"empty": b"", "weights.bin": BODY}
+    node = Node(
+        tmp_path, zipped(members) if method == "zip" else tarred(members, MODES[method]), method
+    )
+    node.write_all()
+    node.unpacker.unpack(0)
+    node.assembler.close()
+    assert node.unpacker.written == len(BODY) + len(members)
+
+
 def test_an_archive_that_is_damaged_in_the_store_is_unpacked_once(tmp_path):
     data = bytearray(tarred({"weights.bin": BODY}))
     data[len(data) // 2] ^= 1

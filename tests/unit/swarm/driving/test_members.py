@@ -245,6 +245,49 @@ def test_a_node_with_all_pieces_that_finishes_one_file_after_another_is_not_wait
     assert straggling.find(4.0 + disk) != []
 
 
+def make_warmed(size: int) -> tuple[Run, StragglerFinder]:
+    """Return a run where `a` and `b` had every piece before and are ready, and `c` has them now."""
+    run = Run("abc")
+    straggling(run, 0.0)
+    for name in "ab":
+        run[name].counts.from_store, run[name].counts.cached = 0, size
+    for piece in (0, 1):
+        digest = compute_blake3(b"%d" % piece)
+        run.state.tracker.complete_transfer("id-c", piece, "id-a", digest, 0.0)
+    return run, StragglerFinder(run.state, 2, size, 10.0, 0.0)
+
+
+def test_nodes_that_had_all_files_do_not_show_how_long_a_new_node_needs():
+    run, finder = make_warmed(1_000_000_000)
+    assert [finder.find(now) for now in (0.0, 11.0, 99.0)] == [[], [], []]
+    ((member, why),) = finder.find(101.0)
+    assert member is run["c"]
+    assert why.startswith("it was not ready 101 s after its last byte")
+
+
+def test_a_new_node_that_unpacks_among_warmed_nodes_is_waited_for_up_to_an_hour():
+    run, finder = make_warmed(2 * SIZE)
+    for now in range(0, 3601, 5):
+        run["c"].last_progress = float(now)
+        assert finder.find(float(now)) == []
+    run["c"].last_progress = 3602.0
+    ((member, why),) = finder.find(3602.0)
+    assert member is run["c"]
+    assert "it has had all bytes for 3602 s: check its disk" in why
+
+
+def test_a_node_that_checks_its_own_files_is_no_straggler():
+    run = Run("abc")
+    finder = straggling(run, 0.0)
+    late = make_member("d")
+    late.last_progress = 0.0
+    run.state.members.add(late)
+    run["c"].files.update({0, 1})
+    for piece in (0, 1):
+        run.state.tracker.complete_transfer("id-c", piece, "id-a", compute_blake3(b"%d" % piece), 0)
+    assert [finder.find(now) for now in (0.0, 3000.0)] == [[], []]
+
+
 def test_nobody_is_a_straggler_while_half_of_the_nodes_go_on():
     run = Run("abc")
     finder = straggling(run, 0.0, ready="")

@@ -11,6 +11,7 @@ from millrace.swarm.driving.piece_checks import PieceChecks
 from millrace.swarm.driving.reports import ProgressRecorder, report_nodes
 from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.messages import (
+    BytesReceived,
     DropPiece,
     FetchPiece,
     FilesReady,
@@ -274,6 +275,15 @@ def test_reports_name_every_node_and_the_bytes_that_all_have():
 def test_pieces_of_files_without_a_digest_are_unproven():
     catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
     assert catalogue.list_unproven_pieces() == [1]
+
+
+def test_a_node_with_all_pieces_that_unpacks_an_archive_has_not_stopped():
+    run = Run("n")
+    for piece in (0, 1):
+        run.state.tracker.complete_transfer("id-n", piece, "", RIGHT, 0.0)
+    run["n"].last_progress = -1e6
+    make_handler(run).handle(run["n"], BytesReceived(5))
+    assert run["n"].last_progress > -1e6
 
 
 def make_wrong_reader() -> tuple[Run, EventHandler, PieceChecks]:
