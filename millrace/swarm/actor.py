@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
-from millrace.swarm.agent import Agent
+from millrace.swarm.agent import Agent, raise_file_limit
 
 
 class Actor:
@@ -27,6 +27,7 @@ class Actor:
         """
         if self._agent is None:
             self._key = key
+            raise_file_limit()
             self._agent = Agent(expand_variables(root), key, host=host)
             self._agent.start()
         return self._agent.port, self._key

@@ -16,6 +16,8 @@ the answer also proves the identity (`millrace.swarm.tls`).
 One port takes TLS and plain HTTP. Plain requests are answered over loopback only.
 """
 
+import contextlib
+import resource
 import secrets
 import signal
 import threading
@@ -33,6 +35,7 @@ from millrace.swarm.run_spec import decode_start_body
 from millrace.swarm.server import BusyAgentError, listen
 
 _ORPHAN_TIMEOUT = 120.0  # seconds without a request of the driver after which a run is ended
+_MAX_OPEN_FILES = 1 << 16  # of the process of an agent; some systems have no limit
 _MAX_PEER_SIGNATURES = 50_000  # that are kept, so that a node of the run cannot fill the memory
 
 
@@ -211,6 +214,15 @@ class Agent:
                 self.end_run(run.name)
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may. Call this before an `Agent` is made."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # the system allows fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def serve(
     root: Path, key: bytes, host: str, port: int, on_listening: Callable[[str], None]
 ) -> None:
@@ -223,6 +235,7 @@ def serve(
         port: Port to listen on; 0 for a free port.
         on_listening: Called with the URL of the agent, once it listens.
     """
+    raise_file_limit()
     agent = Agent(root, key, host=host, port=port)
 
     def handle_signal(number: int, frame: object) -> None:

@@ -268,13 +268,12 @@ class Assembler:
         """Tell whether a file has its final name, and a digest. Then no segment can be dropped."""
         return self._arrivals.states[number].is_verified
 
-    def call_unless_dropped(self, number: int, drops: int, call: Callable[[], None]) -> None:
-        """Call a function that reports a file, unless its `drops` have increased."""
-        self._arrivals.call_unless_dropped(number, drops, call)
+    def call_unless_dropped(self, number: int, drops: int, call: Callable[[], None]) -> bool:
+        """Call a function that reports a file, and return True, unless its `drops` have increased.
 
-    def wait_dropped(self, number: int, drops: int) -> bool:
-        """Wait until a further segment of a file is dropped; return False if that cannot be."""
-        return self._arrivals.wait_dropped(number, drops)
+        The lock is held, as it is for each call of `on_dropped`.
+        """
+        return self._arrivals.call_unless_dropped(number, drops, call)
 
     def count_unallocated(self) -> int:
         """Return the bytes of incomplete files that have no allocated disk space."""

@@ -3,6 +3,7 @@
 This module owns the time of the last request of the driver, and the order of the end of a run.
 """
 
+import queue
 import threading
 import time
 from datetime import UTC, datetime
@@ -33,6 +34,8 @@ from millrace.swarm.protocol import Endpoint
 from millrace.swarm.run_spec import RunSpec
 
 _LONG_POLL_TIMEOUT = 1.0  # seconds that a request for events waits at most, which is the heartbeat
+_UNPACKERS = 16  # archives that are unpacked at once; each has open folders
+_END = -1  # in place of the number of an archive, before all of them
 _DRIVER_TIMEOUT = 15.0  # seconds without a request for events after which the driver counts as dead
 
 
@@ -77,10 +80,16 @@ class NodeRun:
             on_fault=self._report_fault,
         )
         self._archives = ArchiveUnpacker(root, spec.catalogue, self.assembler, spec.unpacked)
+        # Archives to unpack, by their numbers. Bytes arrive in about this order, and arrive also
+        # while no thread waits for them, so an archive that waits for a thread delays no other one.
+        self._packed: queue.PriorityQueue[int] = queue.PriorityQueue()
+        self._unpacked: set[int] = set()  # reported archives; changed under the assembler's lock
+        archives = [number for number, file in enumerate(self._files) if file.unpack]
+        for number in archives:
+            self._packed.put(number)
         self._threads = [
-            threading.Thread(target=self._unpack, args=(i,), name=f"unpack-{i}", daemon=True)
-            for i, file in enumerate(self._files)
-            if file.unpack
+            threading.Thread(target=self._unpack_all, name=f"unpack-{i}", daemon=True)
+            for i in range(min(_UNPACKERS, len(archives)))
         ]
 
     def open(self) -> list[tuple[int, str]]:
@@ -99,6 +108,8 @@ class NodeRun:
         """End the run. Transfers are broken off; written data stays for the next run."""
         self._fetcher.stop()
         self.assembler.stop()
+        for _ in self._threads:
+            self._packed.put(_END)
         self._fetcher.join()
         for thread in self._threads:
             if thread.is_alive():
@@ -143,30 +154,47 @@ class NodeRun:
 
     def _report_dropped(self, piece: int, files: list[int]) -> None:
         self._events.append(PieceDropped(piece, files))
+        for number in self._unpacked.intersection(files):
+            self._unpacked.discard(number)
+            self._packed.put(number)
 
     def _report_finished(self, numbers: list[int]) -> None:
         """Report files with final names. An archive is reported once it is unpacked."""
         if plain := [number for number in numbers if not self._files[number].unpack]:
             self._events.append(FilesReady(plain))
 
-    def _unpack(self, number: int) -> None:
-        """Unpack an archive while it arrives, and again when pieces of it were dropped.
+    def _unpack_all(self) -> None:
+        """Unpack one archive after another, until the run ends."""
+        while (number := self._packed.get()) != _END:
+            try:
+                self._unpack(number)
+            except StoppedError:
+                return  # the run has ended
 
-        A failure affects only this archive.
+    def _unpack(self, number: int) -> None:
+        """Unpack an archive while it arrives, and again if pieces of it were dropped meanwhile.
+
+        A failure affects only this archive. If pieces are dropped later, the archive is queued.
+
+        Raises:
+            StoppedError: The run ended before.
         """
-        assembler = self.assembler
         while True:
             event: NodeEvent = FilesReady([number])
-            drops = assembler.count_drops(number)
+            drops = self.assembler.count_drops(number)
             try:
                 drops = self._archives.unpack(number)
             except StoppedError:
-                return  # the run has ended
+                raise
             except Exception as error:  # noqa: BLE001 - the driver is told
                 event = FileUnusable(number, describe_error(error))
-            assembler.call_unless_dropped(number, drops, partial(self._events.append, event))
-            if not assembler.wait_dropped(number, drops):
+            report = partial(self._report_unpacked, number, event)
+            if self.assembler.call_unless_dropped(number, drops, report):
                 return
+
+    def _report_unpacked(self, number: int, event: NodeEvent) -> None:
+        self._unpacked.add(number)
+        self._events.append(event)
 
 
 def describe_error(error: BaseException) -> str:

@@ -235,8 +235,8 @@ class Arrivals:
         state = self.states[number]
         self._wait_until(state, lambda: state.final)
 
-    def call_unless_dropped(self, number: int, drops: int, call: Callable[[], None]) -> None:
-        """Call a function, unless a further segment of a file was dropped.
+    def call_unless_dropped(self, number: int, drops: int, call: Callable[[], None]) -> bool:
+        """Call a function, and return True, unless a further segment of a file was dropped.
 
         Args:
             number: File.
@@ -244,25 +244,9 @@ class Arrivals:
             call: Function that reports a result of the file's bytes. The lock is held.
         """
         with self.changed:
-            if self.states[number].drops == drops:
-                call()
-
-    def wait_dropped(self, number: int, drops: int) -> bool:
-        """Wait until a further segment of a file is dropped.
-
-        Args:
-            number: File.
-            drops: Number of dropped segments before.
-
-        Returns:
-            False if none can be dropped: the file is verified, or the run has ended.
-        """
-        state = self.states[number]
-        with self.changed:
-            while state.drops == drops:
-                if self._closing or state.is_verified:
-                    return False
-                self.changed.wait()
+            if self.states[number].drops != drops:
+                return False
+            call()
             return True
 
     def open_current(self, number: int) -> int:

@@ -1,5 +1,6 @@
 """Runs of an agent, one after another."""
 
+import resource
 import threading
 
 import pytest
@@ -38,3 +39,15 @@ def test_an_agent_is_busy_while_it_ends_a_run(tmp_path, monkeypatch):
     finally:
         SlowRun.may_end.set()
         agent.close()
+
+
+def test_an_agent_may_open_as_many_files_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        agents.raise_file_limit()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    most = 1 << 16
+    assert allowed == (most if hard == resource.RLIM_INFINITY else min(hard, most), hard)

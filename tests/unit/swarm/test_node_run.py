@@ -1,8 +1,12 @@
 """A run on a node: what it reports after the driver has replaced a piece."""
 
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue, File, build_catalogue
@@ -25,10 +29,10 @@ def make_run(root: Path, *files: File) -> tuple[NodeRun, Catalogue]:
     return run, catalogue
 
 
-def write(run: NodeRun, catalogue: Catalogue, data: bytes) -> None:
-    """Write the only piece of a run."""
-    segments = catalogue.pieces[0]
-    assert run.assembler.write(0, memoryview(data), hash_segments(segments, memoryview(data)))
+def write(run: NodeRun, catalogue: Catalogue, data: bytes, number: int = 0) -> None:
+    """Write a piece of a run."""
+    segments = catalogue.pieces[number]
+    assert run.assembler.write(number, memoryview(data), hash_segments(segments, memoryview(data)))
 
 
 def wait_events(run: NodeRun, count: int) -> list[dict[str, Any]]:
@@ -74,3 +78,30 @@ def test_an_archive_is_unpacked_and_reported_again_after_a_piece_of_it_was_dropp
     ]
     run.close()
     assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """Let the process open only 100 more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(opened.name) for opened in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 100, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_archives_are_unpacked_with_few_open_files_in_whatever_order_they_arrive(
+    tmp_path, few_files
+):
+    data, names = tarred({"x": b"x"}, "w"), [f"{number:03}" for number in range(200)]
+    files = [
+        File(f"{n}.tar", len(data), "etag", f"s3://b/{n}.tar", unpack="tar", into=n) for n in names
+    ]
+    run, catalogue = make_run(tmp_path, *files)
+    for number in reversed(range(len(catalogue.pieces))):
+        write(run, catalogue, data * len(catalogue.pieces[number]), number)
+    events = wait_events(run, len(files))
+    run.close()
+    assert {event["type"] for event in events} == {"files-ready"}
+    assert sorted(number for event in events for number in event["files"]) == list(range(200))
+    assert {(tmp_path / name / "x").read_bytes() for name in names} == {b"x"}

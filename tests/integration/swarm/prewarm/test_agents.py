@@ -1,7 +1,6 @@
 """Addresses and connections of agents, and the drivers that share an agent."""
 
 import contextlib
-import resource
 import socket
 import threading
 import time
@@ -9,8 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
@@ -91,6 +88,13 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
             agents.Agent(tmp_path, b"key", host="127.0.0.1", port=port)
 
 
+FEW_FILES = """
+import resource
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+"""
+"""Lets an agent open 256 files."""
+
 HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n"
 
 
@@ -120,21 +124,11 @@ def connecting(endpoint: Endpoint) -> Iterator[None]:
             each.close()
 
 
-def start_with_few_files(root: Path, port: int) -> Any:
-    """Start an agent that may open 256 files."""
-    few = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))  # the agent inherits it
-    try:
-        return start_agent("n0", root, port=port)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, few)
-
-
 def test_unsigned_requests_that_do_not_end_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "half")
     endpoint, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    nodes[0] = start_with_few_files(nodes[0].root, endpoint.port)
+    nodes[0] = start_agent("n0", nodes[0].root, port=endpoint.port, code=FEW_FILES)
     with connecting(endpoint):
         report = prewarm(make_settings(store, nodes, **below("half")))
     assert [node.ready for node in report.nodes] == [True] * 3
@@ -145,7 +139,7 @@ def test_idle_connections_do_not_keep_the_agent_from_a_run(store, nodes):
     contents = fill(store, "idle")
     endpoint, _ = Endpoint.parse_url(nodes[0].url)
     stop(nodes[0])
-    nodes[0] = start_with_few_files(nodes[0].root, endpoint.port)
+    nodes[0] = start_agent("n0", nodes[0].root, port=endpoint.port, code=FEW_FILES)
     idle = [
         socket.create_connection((endpoint.host, endpoint.port), timeout=30) for _ in range(300)
     ]
