@@ -150,17 +150,17 @@ def _check_cached(
     count, same_pieces = len(recorded), entry.piece_size == catalogue.piece_size
     was_known = file.digest in {"", entry.digest}
     verified = entry.seen == read_identity(path) and was_known
-    if check is not CacheCheck.FULL and same_pieces and verified:
+    expected = (
+        recorded if same_pieces else _cut_digests(recorded, file, entry, catalogue.piece_size)
+    )
+    if check is not CacheCheck.FULL and verified and expected:
         samples = 0 if check is CacheCheck.STAT else _SAMPLED_SEGMENTS
         chosen = random.sample(range(count), min(count, samples))
         sampled = [recorded[index] for index in chosen]
         if hash_file_segments(path, file, entry.piece_size, chosen) == sampled:
-            return CachedFile(list(recorded), entry, hashed=False)
+            return CachedFile(list(expected), entry, hashed=False)
     whole, digests = hash_file(path, file, catalogue.piece_size)
     found: list[bytes | None] = list(digests)
-    expected = (
-        recorded if same_pieces else _cut_digests(recorded, file, entry, catalogue.piece_size)
-    )
     if file.digest:
         right = whole == file.digest
     elif expected:

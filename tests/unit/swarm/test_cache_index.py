@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,43 @@ def test_a_request_may_have_its_files_recognised_by_size_times_and_inode(tmp_pat
     path.touch()  # another time, as after a restored backup
     with pytest.raises(ConfigurationError, match="changed since"):
         recognise_file(path, file, [entry], build_catalogue([file], MIB), CacheCheck.STAT)
+
+
+@pytest.mark.parametrize("check", [CacheCheck.STAT, CacheCheck.SAMPLED])
+@pytest.mark.parametrize("size", [len(BODY), 3 * MIB, 5])
+@pytest.mark.parametrize(("before", "now"), [(1, 4), (4, 1), (2, 2), (16, 2)])
+def test_an_untouched_file_is_not_read_wholly_whatever_its_pieces_were(
+    tmp_path, check, size, before, now
+):
+    path, file = tmp_path / "file", File("file", size, "etag", "s3://bucket/file")
+    path.write_bytes(BODY[:size])
+    _, digests = hash_file(path, file, before * MIB)
+    entry = CacheEntry(
+        "file", size, path.stat().st_mtime_ns, file.etag, file.origin, "", before * MIB,
+        [each.hex() for each in digests], read_identity(path),
+    )  # fmt: skip
+    found = recognise_file(path, file, [entry], build_catalogue([file], now * MIB), check)
+    assert found is not None
+    assert not found.hashed
+    assert found.digests == hash_file(path, file, now * MIB)[1]
+
+
+def test_a_sample_finds_a_damaged_piece_of_another_size(tmp_path):
+    path, file = tmp_path / "file", File("file", 3 * MIB, "etag", "s3://bucket/file")
+    path.write_bytes(bytes(3 * MIB))
+    entry = CacheEntry(
+        "file", file.size, path.stat().st_mtime_ns, file.etag, file.origin, "", MIB,
+        [each.hex() for each in hash_file(path, file, MIB)[1]], read_identity(path),
+    )  # fmt: skip
+    with path.open("r+b") as opened:  # as a disk that loses a bit: the times stay
+        opened.write(b"x")
+    entry = replace(entry, mtime_ns=path.stat().st_mtime_ns, seen=read_identity(path))
+    catalogue = build_catalogue([file], 2 * MIB)
+    found = recognise_file(path, file, [entry], catalogue, CacheCheck.SAMPLED)
+    assert found is not None
+    assert found.hashed
+    assert found.digests[0] is None
+    assert found.digests[1] is not None
 
 
 @pytest.mark.parametrize(("before", "now"), [(MIB, MIB + 1), (MIB + 1, MIB), (100_000, 4 * MIB)])
