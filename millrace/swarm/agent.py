@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from millrace.errors import StoppedError
 from millrace.swarm import tls
 from millrace.swarm.node_run import NodeRun
 from millrace.swarm.protocol import VERSION, Endpoint, SignatureChecker, check_signature
@@ -62,6 +63,7 @@ class Agent:
         self._peer_signatures = SignatureChecker(self.identity, _MAX_PEER_SIGNATURES)
         self._run: NodeRun | None = None
         self._starting = False
+        self._opening: NodeRun | None = None  # run whose node checks its files
         self._ending = 0  # runs that are being ended
         self._lock = threading.Lock()
         self._certificate_lock = threading.Lock()
@@ -115,6 +117,7 @@ class Agent:
 
         Raises:
             BusyAgentError: Another driver uses this agent.
+            StoppedError: `end_run` was called while the node checked its files.
         """
         spec, peers = decode_start_body(body)
         with self._lock:
@@ -135,22 +138,40 @@ class Agent:
         try:
             self.end_run(None)
             run = NodeRun(name, self.root, spec, peers)
+            with self._lock:
+                self._opening = run
             try:
                 have = run.open()
+                run.heard = time.monotonic()  # the check of the files may have taken long
+                self._finish_opening(run)
             except BaseException:
                 run.close()
                 raise
-            run.heard = time.monotonic()  # the check of the files may have taken long
-            with self._lock:
-                self._run = run
         finally:
-            self._starting = False
+            self._opening, self._starting = None, False
         return have
 
-    def end_run(self, name: str | None) -> None:
-        """End a run, if it is the current one. None ends the current run."""
+    def _finish_opening(self, run: NodeRun) -> None:
+        """Make a run the current one.
+
+        Raises:
+            StoppedError: The run was ended meanwhile.
+        """
         with self._lock:
-            run = self._run
+            if self._opening is not run:
+                raise StoppedError("The run ended while the node checked its files.")
+            self._run = run
+
+    def end_run(self, name: str | None) -> None:
+        """End a run, if it is the current one. None ends the current run.
+
+        A run whose node still checks its files is ended before the next file, without a wait.
+        """
+        with self._lock:
+            opening, run = self._opening, self._run
+            if opening is not None and name in {None, opening.name}:
+                opening.interrupt()
+                self._opening = None
             if run is None or name not in {None, run.name}:
                 return
             self._run = None

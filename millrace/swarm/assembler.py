@@ -105,6 +105,7 @@ class Assembler:
             ConflictError: Another agent uses this root.
             ConfigurationError: A file that Millrace did not make is at a destination.
             NoSpaceError: The missing files do not fit on the disk.
+            StoppedError: `interrupt` was called.
         """
         arrivals, targets = self._arrivals, self._targets
         self._records.mkdir(parents=True, exist_ok=True)
@@ -122,6 +123,10 @@ class Assembler:
         for thread in self._threads:
             thread.start()
         return arrivals.list_pieces()
+
+    def interrupt(self) -> None:
+        """End the check of files of earlier runs before the next file, from another thread."""
+        self._arrivals.stop()
 
     def stop(self) -> None:
         """Give no further final names, and end the waits for bytes."""

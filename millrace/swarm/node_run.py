@@ -97,12 +97,19 @@ class NodeRun:
 
         Returns:
             The pieces that the node has already, with their digests.
+
+        Raises:
+            StoppedError: The run was interrupted.
         """
         have = self.assembler.open()
         self._fetcher.start()
         for thread in self._threads:
             thread.start()
         return have
+
+    def interrupt(self) -> None:
+        """End `open` before the next file: it raises `StoppedError`. Then call `close`."""
+        self.assembler.interrupt()
 
     def close(self) -> None:
         """End the run. Transfers are broken off; written data stays for the next run."""

@@ -218,7 +218,7 @@ class Arrivals:
         """Check that the run has not ended, so that its threads end soon after `stop`.
 
         Args:
-            number: File that the caller reads.
+            number: File that the caller reads next.
 
         Raises:
             StoppedError: The run has ended.

@@ -103,9 +103,11 @@ class Leftovers:
         Raises:
             ConfigurationError: A file that Millrace did not make is at a destination, or a folder
                 is outside of the root.
+            StoppedError: The run has ended.
         """
         found: dict[int, CachedFile] = {}
         for number, state in enumerate(self._arrivals.states):
+            self._arrivals.check_open(number)
             path = state.target.final
             if not os.path.lexists(path):
                 continue
@@ -119,7 +121,8 @@ class Leftovers:
             state.segment_blocks = known.digests
             state.missing = sum(digest is None for digest in known.digests)
             state.final = not state.missing
-        for state in self._arrivals.states:
+        for number, state in enumerate(self._arrivals.states):
+            self._arrivals.check_open(number)
             self._recognise_links(state, index)
         self._targets.check_folders(state.target for state in self._arrivals.iterate_coming())
         return found
@@ -150,7 +153,10 @@ class Leftovers:
     def find_partial(self) -> None:
         """Take over the segments of partial files whose bytes have the digests in the journal."""
         self._journal.read()
-        for state in self._arrivals.iterate_coming():
+        for number, state in enumerate(self._arrivals.states):
+            self._arrivals.check_open(number)
+            if state.final:
+                continue
             ranges = self._journal.ranges.get(state.target.object)
             if ranges is None:
                 continue

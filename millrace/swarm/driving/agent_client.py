@@ -39,6 +39,9 @@ class AgentClient:
     def __init__(self, run: str, checker: EventChecker) -> None:
         self._run, self._checker = run, checker
         self._connections = ConnectionPool(_ANSWER_TIMEOUT)
+        self._starts: set[ConnectionPool] = set()  # of `start_run`; changed under the lock
+        self._is_canceled = False
+        self._lock = threading.Lock()
 
     @property
     def answer_timeout(self) -> float:
@@ -76,11 +79,16 @@ class AgentClient:
         Raises:
             HttpStatusError: The agent refused.
             ProtocolError: The answer is not one of an agent.
-            OSError, http.client.HTTPException: The agent cannot be reached, or answers no more.
+            OSError, http.client.HTTPException: The agent cannot be reached, or answers no more, or
+                `cancel_starts` was called.
         """
         opened, silent = threading.Event(), threading.Event()
         # A separate pool, since it is closed when the node is silent.
         connections = ConnectionPool(_ANSWER_TIMEOUT)
+        with self._lock:
+            if self._is_canceled:
+                raise ConnectionAbortedError("The run has ended.")
+            self._starts.add(connections)
 
         def watch() -> None:
             while not opened.wait(_WATCH_INTERVAL):
@@ -105,6 +113,16 @@ class AgentClient:
             raise
         finally:
             opened.set()
+            connections.close()
+            with self._lock:
+                self._starts.discard(connections)
+
+    def cancel_starts(self) -> None:
+        """End each `start_run`, now and later. Call `end_run` so that the agents stop, too."""
+        with self._lock:
+            self._is_canceled = True
+            starts = list(self._starts)
+        for connections in starts:
             connections.close()
 
     def send_orders(self, node: Node, orders: list[Order]) -> None:

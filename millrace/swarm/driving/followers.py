@@ -78,25 +78,29 @@ class NodeFollowers:
         """End the run on all nodes, and wait a while for the threads.
 
         Lost nodes are included: else a living agent would refuse other runs for a while. The wait
-        for lost nodes is shorter, since they may be dead.
+        for lost nodes is shorter, since they may be dead. Nodes that still check their files are
+        included, too: they stop.
         """
         state = self._state
         with state.news:
             state.is_ending = True
-            members = [member for member in state.members if member.joined]
+            members = [
+                member
+                for member in state.members
+                if member.joined or (member.node.endpoint.identity and not member.is_lost)
+            ]
             state.news.notify_all()
+        self._client.cancel_starts()
         enders = {
             member.node.id: threading.Thread(target=self._end_run, args=(member,), daemon=True)
             for member in members
         }
         for thread in enders.values():
             thread.start()
-        deadline = time.monotonic() + _LOST_TIMEOUT
-        for member in members:
-            if member.is_lost:
-                enders.pop(member.node.id).join(max(0.0, deadline - time.monotonic()))
-        for thread in [*enders.values(), *self._threads]:
-            thread.join(self._client.answer_timeout)
+        began = time.monotonic()
+        lost = [enders.pop(member.node.id) for member in members if member.is_lost]
+        _join_all(lost, began + _LOST_TIMEOUT)
+        _join_all([*enders.values(), *self._threads], began + self._client.answer_timeout)
 
     def close(self) -> None:
         """Close the connections to all nodes."""
@@ -250,3 +254,9 @@ class NodeFollowers:
         with self._state.news:
             self._state.members.restore(member)
             self._state.lose(member, reason)
+
+
+def _join_all(threads: Iterable[threading.Thread], deadline: float) -> None:
+    """Wait until all threads have ended, or until the deadline."""
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -2,10 +2,21 @@
 
 import resource
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from millrace.errors import StoppedError
 from millrace.swarm import agent as agents
+from millrace.swarm.assembly import leftovers
+from millrace.swarm.cache_index import CacheCheck
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.driving.agent_client import AgentClient
+from millrace.swarm.event_checker import EventChecker
+from millrace.swarm.nodes import Node
+from millrace.swarm.protocol import Endpoint
+from millrace.swarm.run_spec import RunSpec, encode_start_body
 from millrace.swarm.server import BusyAgentError
 from tests.unit.swarm.test_messages import make_body
 
@@ -51,3 +62,93 @@ def test_an_agent_may_open_as_many_files_as_the_system_allows():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     most = 1 << 16
     assert allowed == (most if hard == resource.RLIM_INFINITY else min(hard, most), hard)
+
+
+def make_checks(root: Path) -> bytes:
+    """Write two files, and return the body of a run that checks both."""
+    files = [File(name, 1, "e", f"s3://b/{name}") for name in "ab"]
+    for file in files:
+        (root / file.path).write_bytes(b"x")
+    spec = RunSpec(build_catalogue(files), ["url"] * 2, b"key", CacheCheck.FULL, 1, None, {})
+    return encode_start_body({}, spec.encode())
+
+
+@pytest.fixture
+def agent(tmp_path) -> Iterator[agents.Agent]:
+    agent = agents.Agent(tmp_path, b"key", host="127.0.0.1")
+    agent.start()
+    yield agent
+    agent.close()
+
+
+def test_a_run_that_ends_while_a_node_checks_its_files_stops_before_the_next_file(
+    tmp_path, agent, monkeypatch
+):
+    checked: list[str] = []
+
+    def recognise(path: Path, *_: object) -> None:
+        checked.append(path.name)
+        agent.end_run("another")
+        agent.end_run("first")
+
+    monkeypatch.setattr(leftovers, "recognise_file", recognise)
+    with pytest.raises(StoppedError):
+        agent.start_run("first", make_checks(tmp_path))
+    assert checked == ["a"]
+    monkeypatch.undo()
+    (tmp_path / "a").unlink()
+    assert agent.start_run("second", make_body()) == []
+
+
+def test_a_run_that_ends_after_the_last_file_was_checked_is_not_started(
+    tmp_path, agent, monkeypatch
+):
+    begin = leftovers.Leftovers.begin_journal
+
+    def end(found: leftovers.Leftovers) -> None:
+        begin(found)
+        agent.end_run("first")
+
+    monkeypatch.setattr(leftovers.Leftovers, "begin_journal", end)
+    with pytest.raises(StoppedError):
+        agent.start_run("first", make_body())
+    monkeypatch.undo()
+    with pytest.raises(KeyError):
+        agent.get_run("first")
+    assert agent.start_run("second", make_body()) == []
+
+
+def test_a_driver_that_ends_does_not_wait_for_a_node_that_checks_its_files(
+    tmp_path, agent, monkeypatch
+):
+    checking, may_end = threading.Event(), threading.Event()
+    failures: list[type[Exception]] = []
+
+    def recognise(*_: object) -> None:
+        checking.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(leftovers, "recognise_file", recognise)
+    client = AgentClient("first", EventChecker([1, 1], 2, {}, {}))
+    endpoint = Endpoint("http", "127.0.0.1", agent.port)
+    node = client.identify(Node("id", "name", endpoint, b"key"))
+    body = make_checks(tmp_path)
+
+    def start() -> None:
+        try:
+            client.start_run(node, body)
+        except OSError as error:
+            failures.append(type(error))
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    try:
+        assert checking.wait(60)
+        client.cancel_starts()
+        starting.join(60)
+        start()  # as by a thread that was not so far
+        client.end_run(node)
+    finally:
+        may_end.set()
+        client.close()
+    assert len(failures) == 2

@@ -1,12 +1,14 @@
 """Followers of nodes that say more than there is to say."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from millrace.swarm.driving import followers
 from millrace.swarm.driving.followers import NodeFollowers
 from millrace.swarm.messages import NodeEvent, ReadRetried
+from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import HttpStatusError
 from tests.unit.swarm.driving.runs import SIZE, Run, make_member
 
@@ -72,3 +74,66 @@ def test_a_node_that_answers_late_and_refuses_is_lost_with_its_reason(monkeypatc
         assert "another key" in run["b"].lost_reason
         assert run.state.members.absent == {}
         assert not run.state.members.has_awaited()
+
+
+class CheckingNodes:
+    """Client of agents that check their files until the run ends.
+
+    Attributes:
+        ended: Names of the nodes that were told that the run has ended.
+        checking: Released once for each node that checks its files.
+    """
+
+    answer_timeout = 1000.0
+
+    def __init__(self, *, stubborn: bool = False) -> None:
+        self.ended: list[str] = []
+        self.checking = threading.Semaphore(0)
+        self.canceled = threading.Event()
+        self.may_end = threading.Event()
+        self._stubborn = stubborn
+
+    def identify(self, node: Node) -> Node:
+        return replace(node, endpoint=replace(node.endpoint, identity=node.id))
+
+    def start_run(self, *_: Any) -> None:
+        self.checking.release()
+        (self.may_end if self._stubborn else self.canceled).wait(60)
+        raise ConnectionAbortedError
+
+    def cancel_starts(self) -> None:
+        self.canceled.set()
+
+    def end_run(self, node: Node) -> None:
+        self.ended.append(node.name)
+
+
+def follow_checking(client: Any, names: str) -> NodeFollowers:
+    run = Run("")
+    run.state.news.release()
+    follower = NodeFollowers(run.state, client, b"", [SIZE] * 2, on_event=print, list_void=tuple)
+    for name in names:
+        follower.add(make_member(name).node)
+    for _ in names:
+        assert client.checking.acquire(timeout=60)
+    return follower
+
+
+def test_nodes_that_check_their_files_are_told_that_the_run_has_ended():
+    client = CheckingNodes()
+    follower = follow_checking(client, "abc")
+    follower.end_runs()
+    assert sorted(client.ended) == ["a", "b", "c"]
+    assert not any(thread.is_alive() for thread in follower._threads)
+
+
+def test_all_nodes_that_do_not_end_have_one_deadline(monkeypatch):
+    client = CheckingNodes(stubborn=True)
+    follower = follow_checking(client, "abc")
+    times = iter([0.0, *[1000.0] * 100])
+    monkeypatch.setattr(followers, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    follower.end_runs()
+    assert all(thread.is_alive() for thread in follower._threads)
+    client.may_end.set()
+    for thread in follower._threads:
+        thread.join(60)
