@@ -43,7 +43,8 @@ class File:
         path: Destination below the root, with ``/`` between its components.
         size: Bytes of the object.
         etag: ETag of the object.
-        origin: URL of the object, without credentials.
+        origin: URL of the object, without credentials. The server follows the URL if the run has an
+            object of another server with the same URL.
         digest: Digest of the object, from a record, the caller or the store. The MD5 of the object
             if only its ETag is known, and is one; else empty.
         mode: Permission bits of the file.

@@ -1,5 +1,6 @@
 """Resolve requests: look up the objects in the stores, with their sizes, ETags and digests."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -103,13 +104,13 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
 
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="catalogue") as pool:
         answers = pool.map(look_up, settings.requests)
-        files: dict[str, File] = {}
-        objects: dict[str, _FoundObject] = {}
+        files: dict[tuple[str, str], File] = {}  # by the server and URL of the object
+        objects: dict[tuple[str, str], _FoundObject] = {}
         for found in (item for answer in answers for item in answer):
-            file = found.file
-            first = files.get(file.origin)
+            file, server = found.file, found.store.bucket_id[0]
+            first = files.get((server, file.origin))
             if first is None:
-                files[file.origin], objects[file.origin] = file, found
+                files[server, file.origin], objects[server, file.origin] = file, found
             elif replace(first, path=file.path, links=()) != file:
                 raise errors.ConfigurationError(
                     f"{file.origin} is requested twice, with different mode, owner, digest, "
@@ -117,9 +118,9 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
                     "values."
                 )
             elif file.path not in {first.path, *first.links}:
-                files[file.origin] = replace(first, links=(*first.links, file.path))
+                files[server, file.origin] = replace(first, links=(*first.links, file.path))
     stored = [(found.store, found.key) for found in objects.values()]
-    verified = _drop_false_md5(list(files.values()), stored)
+    verified = _drop_false_md5(_name_servers(files), stored)
     manifests = {
         number: found.manifest
         for number, found in enumerate(objects.values())
@@ -129,21 +130,35 @@ def resolve_requests(settings: PrewarmSettings, stores: Mapping[str, Store]) -> 
     return ResolvedCatalogue(catalogue, tuple(stored), manifests)
 
 
+def _name_servers(files: Mapping[tuple[str, str], File]) -> list[File]:
+    """Add the server to origins that several servers have: nodes know an object by its origin."""
+    counts = Counter(origin for _, origin in files)
+    return [
+        replace(file, origin=f"{origin} at {server}") if counts[origin] > 1 else file
+        for (server, origin), file in files.items()
+    ]
+
+
 def _drop_false_md5(files: list[File], objects: list[tuple[Store, str]]) -> list[File]:
     """Remove MD5s taken from ETags, unless the ETags of a few objects of the store are MD5s."""
-    asked: dict[str, list[tuple[Store, str]]] = {}
+    asked: dict[tuple[str, str], list[tuple[Store, str]]] = {}
     for file, (store, key) in zip(files, objects, strict=True):
         if file.has_md5:
-            asked.setdefault(store.url, []).append((store, key))
-    trusted: set[str] = set()
-    for url, found in asked.items():
+            asked.setdefault(_identify(store), []).append((store, key))
+    trusted: set[tuple[str, str]] = set()
+    for identity, found in asked.items():
         step = max(1, len(found) // _MD5_SAMPLES)
         if all(is_etag_md5(store, key) for store, key in found[::step][:_MD5_SAMPLES]):
-            trusted.add(url)
+            trusted.add(identity)
     return [
-        file if store.url in trusted or not file.has_md5 else replace(file, digest="")
+        file if _identify(store) in trusted or not file.has_md5 else replace(file, digest="")
         for file, (store, _) in zip(files, objects, strict=True)
     ]
+
+
+def _identify(store: Store) -> tuple[str, str]:
+    """Return the server and URL of a store. Buckets of several servers may have one name."""
+    return store.bucket_id[0], store.url
 
 
 def _select_store(request: Request, stores: Mapping[str, Store]) -> Store:

@@ -79,11 +79,12 @@ def find_known_digests(resolved: ResolvedCatalogue) -> KnownDigests:
 
 def _group_by_dataset(resolved: ResolvedCatalogue) -> Iterable[list[int]]:
     """Return the files of each dataset whose pieces need digests of blocks."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[tuple[str, str], str, str], list[int]] = {}
     for number, manifest in sorted(resolved.manifests.items()):
         if _needs_blocks(resolved.catalogue, number):
             store, _ = resolved.objects[number]
-            groups.setdefault((store.url, manifest.dataset), []).append(number)
+            dataset = store.bucket_id, store.url, manifest.dataset
+            groups.setdefault(dataset, []).append(number)
     return groups.values()
 
 

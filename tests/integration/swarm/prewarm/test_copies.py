@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rig.store import Store
 from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import (
@@ -135,6 +136,23 @@ def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
     ]
     with pytest.raises(errors.ConfigurationError, match="requested twice"):
         preview(make_settings(store, nodes, requests=requests))
+
+
+@pytest.mark.parametrize("bodies", [(b"one", b"two!"), (b"same", b"same")])
+def test_buckets_of_two_servers_with_one_name_are_two_stores(store, nodes, tmp_path, bodies):
+    with Store.start(tmp_path / "other") as other:
+        stores = {"one": store, "two": other}
+        for each, body in zip(stores.values(), bodies, strict=True):
+            each.put("model.bin", body)
+        requests = [Request(key="model.bin", store=name, destination=name) for name in stores]
+        settings = make_settings(store, nodes[:1], requests=requests)
+        specs = {name: make_spec(each) for name, each in stores.items()}
+        settings = settings.model_copy(update={"stores": specs})
+        found = preview(settings).files
+        assert prewarm(settings).nodes[0].ready
+    assert [path for path, _, _ in found] == ["one", "two"]
+    assert len({origin for _, _, origin in found}) == 2
+    assert read_files(nodes[0].root) == dict(zip(stores, bodies, strict=True))
 
 
 def test_files_have_the_mode_that_was_asked_for(store, nodes):
