@@ -69,12 +69,12 @@ class ArchiveUnpacker:
                 if assembler.count_drops(number):
                     record.disown()  # the folder may have wrong members, also after a kill
             record.check_replaceable(into, file)
-        into.parent.mkdir(parents=True, exist_ok=True)
         if not into.parent.resolve().is_relative_to(self._root):
             raise ConfigurationError(
                 f"{into} leads out of {self._root} through a link. Nothing was written there: "
                 "remove the link."
             )
+        into.parent.mkdir(parents=True, exist_ok=True)
         half = into.parent / f".{name}.unpacking"
         old = into.parent / f".{name}.replaced"
         for left in (half, old):  # leftovers of a killed run

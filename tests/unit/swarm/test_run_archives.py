@@ -33,10 +33,17 @@ class Node:
     """
 
     def __init__(
-        self, root: Path, data: bytes, method: str, *, digest: str = "", etag: str = "1"
+        self,
+        root: Path,
+        data: bytes,
+        method: str,
+        *,
+        digest: str = "",
+        etag: str = "1",
+        into: str = "d",
     ) -> None:
         file = File(
-            "d.archive", len(data), etag, "s3://b/d.archive", digest, unpack=method, into="d"
+            "d.archive", len(data), etag, "s3://b/d.archive", digest, unpack=method, into=into
         )
         self._data = data
         self.catalogue = build_catalogue([file], MIB)
@@ -170,6 +177,19 @@ def test_an_archive_that_is_damaged_in_the_store_is_unpacked_once(tmp_path):
     node.assembler.close()
     assert not (tmp_path / "d").exists()
     assert not list(tmp_path.glob(".*.unpacking"))
+
+
+def test_no_folder_is_made_where_a_link_leads_out_of_the_root(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root, outside):
+        folder.mkdir()
+    (root / "link").symlink_to(outside)
+    node = Node(root, tarred({"x": b"x"}, "w"), "tar", into="link/a/b")
+    node.write_all()
+    with pytest.raises(ConfigurationError, match=r"leads out of .* Nothing was written there"):
+        node.unpacker.unpack(0)
+    node.assembler.close()
+    assert list(outside.iterdir()) == []
 
 
 def make_replaced(root: Path) -> Node:
