@@ -317,6 +317,10 @@ def _add_unpacking(request: Request, store: Store, stat: Stat, file: File) -> Fi
         return file
     method = request.unpack
     if method is Unpacking.AUTO:
+        if not stat.size:
+            raise errors.ConfigurationError(
+                f"{file.origin} is empty, and no archive: upload it again, or leave `unpack` out."
+            )
         method = detect_by_name(stat.key) or detect(
             stat.key, read_range(store, stat.key, 0, HEAD_SIZE, etag=stat.etag)
         )

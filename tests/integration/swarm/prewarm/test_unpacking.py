@@ -15,7 +15,7 @@ import zstandard
 
 from benchmarks.rig.store import Fault, FaultKind
 from millrace import errors
-from millrace.swarm import Request, Unpacking, prewarm
+from millrace.swarm import Request, Unpacking, preview, prewarm
 from tests.support.swarm.prewarms import MIB, below, fill, mounted, tarred
 from tests.support.swarm.swarms import FLIP_ONCE, make_settings, read_files, start_agent, stop
 
@@ -227,6 +227,14 @@ def test_a_tar_is_known_by_its_content_where_its_name_says_gz(store, nodes):
     request = Request(key="a.gz", unpack=Unpacking.AUTO)
     assert prewarm(make_settings(store, nodes[:1], requests=[request])).nodes[0].ready
     assert read_files(nodes[0].root)["a/x"] == b"x"
+
+
+@pytest.mark.parametrize("key", ["empty.json.gz", "empty.tar", "empty"])
+def test_an_empty_object_is_no_archive(store, nodes, key):
+    store.put(key, b"")
+    request = Request(key=key, unpack=Unpacking.AUTO)
+    with pytest.raises(errors.ConfigurationError, match=f"{key} is empty, and no archive"):
+        preview(make_settings(store, nodes[:1], requests=[request]))
 
 
 def test_a_bad_archive_costs_only_itself(store, nodes):
