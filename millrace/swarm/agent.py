@@ -110,7 +110,7 @@ class Agent:
 
         Args:
             name: Name of the run.
-            body: Body of the request (`encode_start_body`).
+            body: Body of the request (the joined lines of `encode_start_body`).
 
         Returns:
             The pieces that the node has already, with their digests.

@@ -58,6 +58,9 @@ _LEAST_RATE = 4096  # lowest rate in bytes a second: a sixteenth of a link of ha
 Headers = dict[str, str] | Callable[[], dict[str, str]]
 """Headers of a request, or a function that makes new ones: a signature is accepted only once."""
 
+Body = bytes | tuple[bytes, ...]
+"""Body of a request, or its parts, so that several requests can share a large part."""
+
 T = TypeVar("T")
 
 
@@ -97,7 +100,7 @@ def sign(
     key: bytes,
     method: str,
     path: str,
-    body: bytes = b"",
+    body: Body = b"",
     *,
     to: str,
     now: float | None = None,
@@ -116,7 +119,10 @@ def sign(
         now: Seconds since the epoch; by default the current time.
     """
     moment = f"{time.time() if now is None else now:.3f}"
-    digest = hashlib.sha256(body).hexdigest()
+    hasher = hashlib.sha256()
+    for part in _list_parts(body):
+        hasher.update(part)
+    digest = hasher.hexdigest()
     moment = f"{moment}:{secrets.token_hex(8)}"
     return f"{moment}:{digest}:{_compute_mac(key, method, path, to, moment, digest)}"
 
@@ -265,7 +271,7 @@ class ConnectionPool:
         method: str,
         path: str,
         headers: Headers | None = None,
-        body: bytes = b"",
+        body: Body = b"",
         *,
         longest: int,
         timeout: float | None = None,
@@ -496,22 +502,29 @@ def _exchange_heads(
     method: str,
     path: str,
     headers: Headers,
-    body: bytes = b"",
+    body: Body = b"",
 ) -> _ResponseHead:
     """Send a request, and read the head of the answer."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {endpoint.netloc}", "Accept-Encoding: identity"]
-    lines += [f"Content-Length: {len(body)}"] if body else []
+    parts = _list_parts(body)
+    size = sum(map(len, parts))
+    lines += [f"Content-Length: {size}"] if size else []
     named = headers() if callable(headers) else headers
     lines += [f"{name}: {value}" for name, value in named.items()]
     request = "\r\n".join([*lines, "", ""])
     if not request.count("\r") == request.count("\n") == len(lines) + 1:
         raise ValueError("A header must be one line.")
     sock.sendall(request.encode("latin-1"))
-    if body:
-        sock.sendall(body)
+    for part in parts:
+        sock.sendall(part)
     limits = NODE_LIMITS if endpoint.identity else STORE_LIMITS
     head, beginning = _receive_head(sock, limits)
     return _ResponseHead(*parse_response(head, limits), beginning)
+
+
+def _list_parts(body: Body) -> tuple[bytes, ...]:
+    whole = (body,) if isinstance(body, bytes) else body
+    return tuple(part for part in whole if part)
 
 
 def _receive_head(sock: socket.socket, limits: HeadLimits) -> tuple[bytes, bytes]:

@@ -57,15 +57,15 @@ class RunSpec:
         ).encode()
 
 
-def encode_start_body(agents: Mapping[str, Endpoint], spec: bytes) -> bytes:
-    """Return the body of the request that starts a run.
+def encode_start_body(agents: Mapping[str, Endpoint], spec: bytes) -> tuple[bytes, bytes]:
+    """Return the two lines of the body of the request that starts a run; the second is not copied.
 
     Args:
         agents: Endpoint of each agent that has joined, by the id of its node.
         spec: Encoded specification (`RunSpec.encode`).
     """
     known = {node: encode_endpoint(endpoint) for node, endpoint in agents.items()}
-    return b"\n".join((json.dumps(known).encode(), spec))
+    return f"{json.dumps(known)}\n".encode(), spec
 
 
 def decode_start_body(body: bytes) -> tuple[RunSpec, dict[str, Endpoint]]:

@@ -17,6 +17,7 @@ from millrace.swarm.nodes import Node
 from millrace.swarm.protocol import (
     AUTH_HEADER,
     IDENTITY_SIZE,
+    Body,
     ConnectionPool,
     HttpStatusError,
     identify,
@@ -70,7 +71,7 @@ class AgentClient:
             raise ProtocolError("an answer without its identity") from None
         return replace(node, endpoint=endpoint)
 
-    def start_run(self, node: Node, body: bytes) -> list[tuple[int, str]]:
+    def start_run(self, node: Node, body: Body) -> list[tuple[int, str]]:
         """Start the run on a node, and check that the agent answers while it checks its files.
 
         Returns:
@@ -166,7 +167,7 @@ class AgentClient:
         node: Node,
         method: str,
         tail: str,
-        body: bytes = b"",
+        body: Body = b"",
         *,
         timeout: float = _ANSWER_TIMEOUT,
         connections: ConnectionPool | None = None,

@@ -44,7 +44,7 @@ def agent(tmp_path: Path) -> Iterator[Endpoint]:
         endpoint, _ = Endpoint.parse_url(started.url)
         with urlopen(f"{started.url}/agent", timeout=30) as answer:
             endpoint = replace(endpoint, identity=json.load(answer)["identity"])
-        request(endpoint, "PUT", "/runs/x", encode_start_body({}, spec.encode()))
+        request(endpoint, "PUT", "/runs/x", b"".join(encode_start_body({}, spec.encode())))
         orders = json.dumps([encode_message(FetchPiece(0, "", ""))])
         request(endpoint, "POST", "/runs/x/orders", orders.encode())
         while not count_events(endpoint):

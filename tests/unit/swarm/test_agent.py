@@ -70,7 +70,7 @@ def make_checks(root: Path) -> bytes:
     for file in files:
         (root / file.path).write_bytes(b"x")
     spec = RunSpec(build_catalogue(files), ["url"] * 2, b"key", CacheCheck.FULL, 1, None, {})
-    return encode_start_body({}, spec.encode())
+    return b"".join(encode_start_body({}, spec.encode()))
 
 
 @pytest.fixture
@@ -79,6 +79,22 @@ def agent(tmp_path) -> Iterator[agents.Agent]:
     agent.start()
     yield agent
     agent.close()
+
+
+def connect(agent: agents.Agent) -> tuple[AgentClient, Node]:
+    """Return a client of the run `first`, and the node of an agent."""
+    client = AgentClient("first", EventChecker([1, 1], 2, {}, {}))
+    endpoint = Endpoint("http", "127.0.0.1", agent.port)
+    return client, client.identify(Node("id", "name", endpoint, b"key"))
+
+
+def test_a_body_in_parts_starts_a_run(agent):
+    client, node = connect(agent)
+    body = make_body()
+    assert client.start_run(node, (body[:100], b"", body[100:])) == []
+    assert agent.get_run("first")
+    client.end_run(node)
+    client.close()
 
 
 def test_a_run_that_ends_while_a_node_checks_its_files_stops_before_the_next_file(
@@ -129,9 +145,7 @@ def test_a_driver_that_ends_does_not_wait_for_a_node_that_checks_its_files(
         assert may_end.wait(60)
 
     monkeypatch.setattr(leftovers, "recognise_file", recognise)
-    client = AgentClient("first", EventChecker([1, 1], 2, {}, {}))
-    endpoint = Endpoint("http", "127.0.0.1", agent.port)
-    node = client.identify(Node("id", "name", endpoint, b"key"))
+    client, node = connect(agent)
     body = make_checks(tmp_path)
 
     def start() -> None:

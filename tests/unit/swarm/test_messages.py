@@ -117,7 +117,8 @@ def make_body() -> bytes:
         }
     )
     catalogue = build_catalogue([File("a", 1, "e", "s3://b/a")])
-    return encode_start_body({}, make_run_spec(settings, catalogue, ["url"], b"key").encode())
+    spec = make_run_spec(settings, catalogue, ["url"], b"key").encode()
+    return b"".join(encode_start_body({}, spec))
 
 
 def test_more_files_than_an_agent_accepts_in_a_request_are_refused_before_the_run(monkeypatch):

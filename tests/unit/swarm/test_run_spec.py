@@ -23,11 +23,16 @@ AGENTS = {"node-b": Endpoint("https", "10.0.0.2", 7000, "node-b", "f" * 64)}
 
 
 def test_a_node_decodes_what_the_driver_has_encoded():
-    assert decode_start_body(encode_start_body(AGENTS, SPEC.encode())) == (SPEC, AGENTS)
+    assert decode_start_body(b"".join(encode_start_body(AGENTS, SPEC.encode()))) == (SPEC, AGENTS)
+
+
+def test_all_nodes_share_one_encoded_specification():
+    spec = SPEC.encode()
+    assert all(encode_start_body(agents, spec)[1] is spec for agents in ({}, AGENTS))
 
 
 def test_the_fields_of_the_body_are_those_of_version_six():
-    agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()).split(b"\n"))
+    agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()))
     assert VERSION == 6
     assert agents == {
         "node-b": {
