@@ -6,6 +6,7 @@ This module owns the connections to the agents. It knows only the name of the ru
 import http.client
 import json
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,16 @@ from millrace.swarm.protocol import (
 _ANSWER_TIMEOUT = 6.0  # seconds without an answer after which a node is lost
 _START_TIMEOUT = 3600.0  # seconds that a node may check its files, while it answers `GET /agent`
 _WATCH_INTERVAL = 1.0  # seconds between two `GET /agent` to a node that checks its files
+
+
+class StartTimeoutError(Exception):
+    """A node has answered, and has not ended the check of its files within the longest time."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"it still checked its files after {_START_TIMEOUT:.0f} s: check its disk, or use "
+            "another machine"
+        )
 
 
 class AgentClient:
@@ -80,6 +91,7 @@ class AgentClient:
         Raises:
             HttpStatusError: The agent refused.
             ProtocolError: The answer is not one of an agent.
+            StartTimeoutError: The node still checks its files.
             OSError, http.client.HTTPException: The agent cannot be reached, or answers no more, or
                 `cancel_starts` was called.
         """
@@ -103,6 +115,7 @@ class AgentClient:
                     return
 
         threading.Thread(target=watch, name=f"open-{node.name}", daemon=True).start()
+        began = time.monotonic()
         try:
             answer = self._send(
                 node, "PUT", "", body, timeout=_START_TIMEOUT, connections=connections
@@ -111,6 +124,8 @@ class AgentClient:
         except (OSError, http.client.HTTPException) as error:
             if silent.is_set():
                 raise TimeoutError from error
+            if isinstance(error, TimeoutError) and time.monotonic() - began >= _START_TIMEOUT:
+                raise StartTimeoutError from error
             raise
         finally:
             opened.set()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from millrace import errors
-from millrace.swarm.driving.agent_client import AgentClient, describe_refusal
+from millrace.swarm.driving.agent_client import AgentClient, StartTimeoutError, describe_refusal
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
 from millrace.swarm.event_checker import ProtocolError
@@ -78,17 +78,12 @@ class NodeFollowers:
         """End the run on all nodes, and wait a while for the threads.
 
         Lost nodes are included: else a living agent would refuse other runs for a while. The wait
-        for lost nodes is shorter, since they may be dead. Nodes that still check their files are
-        included, too: they stop.
+        for lost nodes is shorter, since they may be dead. Nodes that still check their files stop.
         """
         state = self._state
         with state.news:
             state.is_ending = True
-            members = [
-                member
-                for member in state.members
-                if member.joined or (member.node.endpoint.identity and not member.is_lost)
-            ]
+            members = [member for member in state.members if member.node.endpoint.identity]
             state.news.notify_all()
         self._client.cancel_starts()
         enders = {
@@ -140,7 +135,13 @@ class NodeFollowers:
                     return False
                 have = self._client.start_run(member.node, body)
                 break
-            except (HttpStatusError, ProtocolError, TlsError, ProtocolVersionError) as error:
+            except (
+                HttpStatusError,
+                ProtocolError,
+                ProtocolVersionError,
+                StartTimeoutError,
+                TlsError,
+            ) as error:
                 reason = describe_refusal(error)
                 if not isinstance(error, HttpStatusError) or error.status != http.client.LOCKED:
                     self._lose(member, reason)

@@ -12,6 +12,7 @@ from millrace.swarm import agent as agents
 from millrace.swarm.assembly import leftovers
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.driving import agent_client
 from millrace.swarm.driving.agent_client import AgentClient
 from millrace.swarm.event_checker import EventChecker
 from millrace.swarm.nodes import Node
@@ -132,6 +133,22 @@ def test_a_run_that_ends_after_the_last_file_was_checked_is_not_started(
     with pytest.raises(KeyError):
         agent.get_run("first")
     assert agent.start_run("second", make_body()) == []
+
+
+def test_a_node_that_checks_its_files_for_too_long_is_given_up_with_this_reason(
+    tmp_path, agent, monkeypatch
+):
+    may_end = threading.Event()
+    monkeypatch.setattr(agent_client, "_START_TIMEOUT", 0.1)
+    monkeypatch.setattr(leftovers, "recognise_file", lambda *_: may_end.wait(60))
+    client, node = connect(agent)
+    try:
+        with pytest.raises(agent_client.StartTimeoutError, match="still checked its files after"):
+            client.start_run(node, make_checks(tmp_path))
+        client.end_run(node)
+    finally:
+        may_end.set()
+        client.close()
 
 
 def test_a_driver_that_ends_does_not_wait_for_a_node_that_checks_its_files(
