@@ -87,7 +87,11 @@ class _PrewarmDriver:
             self._state, catalogue, settings.store_timeout.total_seconds(), self._request_piece
         )
         self._file_checks = FileChecks(
-            self._state, catalogue, self._request_file, known=known.files
+            self._state,
+            catalogue,
+            self._request_file,
+            is_etag_md5=resolved.is_etag_md5,
+            known=known.files,
         )
         secrets = RunSecrets()
         sources = resolved.make_sources(_URL_TTL)
@@ -212,7 +216,9 @@ class _PrewarmDriver:
     def _handle_fault(self, error: BaseException) -> None:
         state = self._state
         with state.news:
-            state.fatal = state.fatal or errors.WorkerError(errors.format_error(error))
+            if not isinstance(error, errors.MillraceError):
+                error = errors.WorkerError(errors.format_error(error))
+            state.fatal = state.fatal or error
             state.news.notify_all()
 
     def _make_report(self, seconds: float) -> PrewarmReport:

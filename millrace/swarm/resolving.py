@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from millrace import errors
@@ -28,6 +29,8 @@ from millrace.storage import (
     sign_url,
 )
 from millrace.storage.etags import parse_etag
+from millrace.storage.retry import call_with_retries
+from millrace.storage.signed import head_with_signature, shows_md5
 from millrace.swarm.archives.unpack import (
     HEAD_SIZE,
     SINGLE_FILE_METHODS,
@@ -68,6 +71,20 @@ class ResolvedCatalogue:
             else sign_url(store, key, ttl)
             for store, key in self.objects
         ]
+
+    def is_etag_md5(self, number: int) -> bool:
+        """Decide by the headers of an object whether its ETag is the MD5 of its bytes.
+
+        Args:
+            number: File whose digest is an MD5, so that its store signs requests.
+
+        Raises:
+            NotFoundError: The object was removed.
+            DeniedError, UnavailableError: The store refuses, or does not answer.
+        """
+        store, key = self.objects[number]
+        head = partial(head_with_signature, store, key)
+        return shows_md5(call_with_retries(store, key, head, is_fork_safe=True))
 
 
 @dataclass(frozen=True, slots=True)

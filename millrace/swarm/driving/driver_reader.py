@@ -65,7 +65,11 @@ class FileRequester(Protocol):
         ...
 
     def handle_digests(self, found: FileDigests) -> None:
-        """Use the digests of a file that the driver has read."""
+        """Use the digests of a file that the driver has read.
+
+        Raises:
+            MillraceError: The store does not tell whether they are right. The run ends.
+        """
         ...
 
 

@@ -23,6 +23,8 @@ class FileChecks:
         state: Members and tracker of the run.
         catalogue: Files of the run.
         request: Starts to read a file, if a node still doubts it (`is_doubted`).
+        is_etag_md5: Decides whether the ETag of a file's object is the MD5 of its bytes. May raise
+            an error of the store.
         known: Combined digest of the segments of each file whose pieces are all known before the
             run. The driver does not read these files: nodes drop wrong pieces without it.
 
@@ -35,9 +37,11 @@ class FileChecks:
         state: RunState,
         catalogue: Catalogue,
         request: Callable[[int], None],
+        is_etag_md5: Callable[[int], bool],
         known: Mapping[int, str] | None = None,
     ) -> None:
         self._state, self._catalogue, self._request = state, catalogue, request
+        self._is_etag_md5 = is_etag_md5
         self._doubters: dict[int, set[str]] = {}  # file → nodes that report a mismatch
         # file → combined digest of the segments in the store
         self._checked: dict[int, str] = dict(known or {})
@@ -81,14 +85,23 @@ class FileChecks:
             )
 
     def handle_digests(self, found: FileDigests) -> None:
-        """Settle a file that the driver has read: all nodes replace the pieces that differ."""
+        """Settle a file that the driver has read: all nodes replace the pieces that differ.
+
+        If the file has another digest, the object is damaged, or its ETag is not an MD5. Only the
+        headers of this object tell which: the run has seen those of a few objects of the store.
+
+        Raises:
+            MillraceError: The store does not tell.
+        """
         state, file = self._state, self._catalogue.files[found.file]
+        is_right = found.digest == file.digest
+        is_void = not is_right and file.has_md5 and not self._is_etag_md5(found.file)
         with state.news:
-            if found.digest != file.digest and not file.has_md5:
+            if not is_right and not is_void:
                 state.fatal = make_corruption_error(file.origin, file.digest)
                 state.news.notify_all()
                 return
-            if found.digest != file.digest:  # the ETag is not an MD5: the store encrypts objects
+            if is_void:  # the store encrypts the object
                 self.void.add(found.file)
                 for member in state.members.list_joined():
                     member.orders.put(VoidDigest(found.file))

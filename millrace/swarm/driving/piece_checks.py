@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from millrace import errors
+from millrace.digest import Algorithm, get_algorithm
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.driving.members import Member
 from millrace.swarm.driving.run_state import RunState
@@ -181,6 +182,12 @@ class PieceChecks:
 
 def make_corruption_error(origin: str, digest: str) -> errors.CorruptError:
     """Return the error that ends a run whose object does not have its digest in the store."""
+    if get_algorithm(digest) is Algorithm.MD5:
+        return errors.CorruptError(
+            f"{origin} does not have the MD5 of its ETag, also when it is read again. It has no "
+            "final name on any node. Upload it again. If the ETags of this store are not MD5s, "
+            "request the object with its `sha256`."
+        )
     return errors.CorruptError(
         f"{origin} does not have its digest {digest} in the store, also when it is read again. "
         "It has no final name on any node. Upload it again, or correct the record with the digest."

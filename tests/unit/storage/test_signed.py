@@ -11,7 +11,7 @@ from botocore.credentials import Credentials
 from obstore.exceptions import GenericError
 
 from millrace.storage import Backend, put
-from millrace.storage.signed import copy_with_signature
+from millrace.storage.signed import copy_with_signature, shows_md5
 from tests.support.s3 import serve_s3
 
 
@@ -61,3 +61,17 @@ def test_only_stores_with_a_condition_for_copies_are_asked_to_replace_nothing(
     if header:
         assert request.headers[header] == "*"
         assert header in request.headers["authorization"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, True),
+        ({"x-amz-server-side-encryption": "AES256"}, True),
+        ({"x-amz-server-side-encryption": "aws:kms"}, False),
+        ({"x-amz-server-side-encryption": "aws:kms:dsse"}, False),
+        ({"x-amz-server-side-encryption-customer-algorithm": "AES256"}, False),
+    ],
+)
+def test_only_keys_of_a_service_or_of_the_caller_change_an_etag(headers, expected):
+    assert shows_md5(headers) is expected

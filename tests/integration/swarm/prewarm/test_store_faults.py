@@ -83,6 +83,17 @@ def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, no
     assert [read_files(node.root) for node in nodes] == [{}] * 3
 
 
+def test_an_object_that_is_not_the_md5_of_its_etag_gets_no_final_name(store, nodes):
+    contents = fill(store, "rotten")
+    store.inject_fault(Fault(FaultKind.FLIP, key="rotten/even.bin", offset=MIB, times=None))
+    with pytest.raises(errors.CorruptError, match=r"rotten/even\.bin does not have the MD5"):
+        prewarm(make_settings(store, nodes, **below("rotten")))
+    for node in nodes:
+        found = read_files(node.root)
+        assert "even.bin" not in found
+        assert found.items() <= contents.items()
+
+
 def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
     contents = fill(store, "replaced")
     replaced = b"x" * len(contents["large.bin"])

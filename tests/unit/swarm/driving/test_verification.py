@@ -142,7 +142,7 @@ def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_
     run = Run("ab", known={0: RIGHT})
     requested: list[int] = []
     catalogue = make_catalogue(make_file("a", RIGHT), make_file("b"))
-    files = FileChecks(run.state, catalogue, requested.append, known={0: RIGHT})
+    files = FileChecks(run.state, catalogue, requested.append, lambda _: True, known={0: RIGHT})
     files.note_mismatch(run["a"], 0, compute_blake3(b"other"))  # what differs is being replaced
     assert run["a"].lost_reason == ""
     files.note_mismatch(run["b"], 0, RIGHT)
@@ -150,10 +150,12 @@ def test_a_node_that_doubts_a_file_whose_pieces_are_known_makes_the_driver_read_
     assert requested == []
 
 
-def make_file_checks(run: Run, digest: str = RIGHT) -> tuple[FileChecks, list[int]]:
+def make_file_checks(
+    run: Run, digest: str = RIGHT, *, is_etag_md5: bool = True
+) -> tuple[FileChecks, list[int]]:
     requested: list[int] = []
     catalogue = make_catalogue(make_file("a", digest), make_file("b"))
-    return FileChecks(run.state, catalogue, requested.append), requested
+    return FileChecks(run.state, catalogue, requested.append, lambda _: is_etag_md5), requested
 
 
 def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
@@ -172,17 +174,19 @@ def test_a_node_that_says_again_that_a_right_file_is_wrong_is_lost():
     assert "it reports a wrong digest of" in run["b"].lost_reason
 
 
-@pytest.mark.parametrize("digest", [RIGHT, f"sha256:{0:064x}"])
+@pytest.mark.parametrize("digest", [RIGHT, f"sha256:{0:064x}", f"md5:{0:032x}"])
 def test_an_object_that_is_not_what_its_digest_says_ends_the_run(digest):
     run = Run("a")
     files, _ = make_file_checks(run, digest)
     files.handle_digests(FileDigests(0, "other", "combined", {0: "x"}))
     assert isinstance(run.state.fatal, errors.CorruptError)
+    assert files.void == set()
+    assert run.take_orders("a") == []
 
 
 def test_an_etag_that_is_no_md5_is_void_for_every_node():
     run = Run("a")
-    files, _ = make_file_checks(run, f"md5:{0:032x}")
+    files, _ = make_file_checks(run, f"md5:{0:032x}", is_etag_md5=False)
     files.handle_digests(FileDigests(0, "other", "combined", {0: "x"}))
     assert files.void == {0}
     assert VoidDigest(0) in run.take_orders("a")
@@ -290,7 +294,7 @@ def make_wrong_reader() -> tuple[Run, EventHandler, PieceChecks]:
     """Make a run whose nodes have two files, of which `b` on the node n has wrong bytes."""
     run, wrong = Run("nm", needs=2), compute_blake3(b"wrong")
     pieces, _ = make_piece_checks(run)
-    files = FileChecks(run.state, make_catalogue(), lambda _: None)
+    files, _ = make_file_checks(run, "")
     handler = EventHandler(run.state, pieces, files, file_count=2, began=0.0)
     run.state.dispatch(run.state.tracker.begin(0.0))
     handler.handle(run["n"], PieceWritten(0, "", RIGHT, SIZE))
