@@ -88,6 +88,10 @@ class PieceFetcher:
         """Add an order to the queue."""
         self._orders.put(order)
 
+    def leave_out_mirrors(self, number: int) -> None:
+        """Read the files of a dropped piece no more from the mirrors that have sent it."""
+        self._store.leave_out_mirrors(number)
+
     def stop(self) -> None:
         """Break off all transfers, and end the threads."""
         self._store.close()
@@ -122,7 +126,7 @@ class PieceFetcher:
                 if source:
                     self._peers.read_piece(number, source, data, lambda: assembler.has(number))
                 else:
-                    self._store.read_piece(number, data)
+                    self._store.read_piece(number, data, order.turn)
             except FetchError as error:
                 if assembler.has(number):
                     self._emit(PieceRedundant(number, source, 0))
@@ -137,6 +141,10 @@ class PieceFetcher:
         block_digests = hash_segments(self._catalogue.pieces[number], data)
         digest = combine_segment_blocks(block_digests)
         if order.commitment and compute_commitment(digest) != order.commitment:
+            if not source and self._store.leave_out_mirrors(number):
+                self._report_retry("a mirror has sent wrong bytes")
+                self._fetch(order)
+                return
             self._emit(
                 PieceFailed(
                     number, source, "the bytes do not have the digest of the order", is_wrong=True

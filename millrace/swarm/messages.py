@@ -30,11 +30,14 @@ class FetchPiece:
         source: Node that sends the piece; empty for the store.
         commitment: Commitment to the digest that the piece must have (`compute_commitment`); empty
             for a read from the store of a piece whose digest is not known.
+        turn: Number of earlier reads of the piece from the store, by all nodes. Each read begins at
+            another location of the store, so that one wrong mirror does not send two equal votes.
     """
 
     piece: int
     source: str
     commitment: str
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

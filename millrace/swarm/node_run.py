@@ -137,6 +137,7 @@ class NodeRun:
                 case VoidDigest(file):
                     self.assembler.void_digest(file)
                 case DropPiece(piece):
+                    self._fetcher.leave_out_mirrors(piece)
                     self.assembler.drop(piece)
                 case FetchPiece() as order:
                     self._fetcher.submit(order)

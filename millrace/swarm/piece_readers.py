@@ -1,6 +1,7 @@
 """Read pieces into buffers: from the store by ranges, or from another node."""
 
 import http.client
+import logging
 import os
 import random
 import threading
@@ -13,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from millrace.digest import hash_blocks, make_local_etag
-from millrace.swarm.catalogue import MIN_PIECE_SIZE, Catalogue, Segment
+from millrace.swarm.catalogue import Catalogue, Segment
 from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
+
+logger = logging.getLogger(__name__)
 
 _CONCURRENCY = 16  # concurrent reads from the store for the small files of one piece
 _TRIES = 4
@@ -44,8 +47,8 @@ class StoreReader:
         sources: Signed URL of each file, or its path in a folder.
         connections: Connections to the store.
         on_retry: Called with the reason of each failed read that is tried again.
-        mirrors: Signed URLs of further copies with the same ETag, by the number of the file. Reads
-            take turns. After a failed read, its server comes last for a while.
+        mirrors: Signed URLs of further copies with the same ETag, by the number of the file. After
+            a failed read, its server comes last for a while.
     """
 
     def __init__(
@@ -60,11 +63,18 @@ class StoreReader:
         self._connections, self._on_retry = connections, on_retry
         self._mirrors = {number: tuple(urls) for number, urls in (mirrors or {}).items()}
         self._resting_until: dict[Endpoint, float] = {}
+        self._from_mirrors: dict[int, set[str]] = {}  # piece → mirrors that have sent parts of it
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="small")
 
-    def read_piece(self, number: int, into: memoryview) -> None:
+    def read_piece(self, number: int, into: memoryview, turn: int | None = None) -> None:
         """Read a piece into a buffer of its size.
+
+        Args:
+            number: Piece.
+            into: Buffer.
+            turn: Offset of the turns that the store and its mirrors take. None: mirrors are read
+                only after a failed read of the store itself.
 
         Raises:
             FetchError: The read failed, or an object has another ETag.
@@ -74,18 +84,49 @@ class StoreReader:
         for segment in segments:
             ends.append(ends[-1] + segment.size)
         buffers = [into[a:b] for a, b in pairwise(ends)]
+        sources: set[str] = set()
         if len(segments) == 1:
-            self._read_segment(segments[0], buffers[0])
+            sources.add(self._read_segment(segments[0], buffers[0], turn))
         else:
-            self._read_segments(segments, buffers)
+            self._read_segments(segments, buffers, turn, sources)
+        if self._mirrors:
+            own = {self._sources[segment.file] for segment in segments}
+            self._from_mirrors[number] = sources - own
+
+    def leave_out_mirrors(self, number: int) -> bool:
+        """Read the files of a piece no more from the mirrors that have sent parts of the piece.
+
+        Args:
+            number: Piece whose bytes were wrong, or which no other node confirms.
+
+        Returns:
+            Whether a mirror has sent parts of the piece.
+        """
+        wrong = self._from_mirrors.pop(number, set())
+        for file in {segment.file for segment in self._catalogue.pieces[number]} if wrong else ():
+            urls = self._mirrors.get(file, ())
+            self._mirrors[file] = tuple(url for url in urls if url not in wrong)
+            for url in wrong.intersection(urls):
+                logger.warning(
+                    "The mirror at %s is no longer read for %s: it has sent wrong bytes, or bytes "
+                    "that no other node confirms.",
+                    Endpoint.parse_url(url)[0].netloc, self._catalogue.files[file].origin,
+                )  # fmt: skip
+        return bool(wrong)
 
     def close(self) -> None:
         """Start no further reads."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read_segments(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
-        """Read segments in several threads.
+    def _read_segments(
+        self,
+        segments: Sequence[Segment],
+        buffers: Sequence[memoryview],
+        turn: int | None,
+        sources: set[str],
+    ) -> None:
+        """Read segments in several threads, and add the URLs that they were read from.
 
         After an error, wait for all threads, since the buffer is used again for another piece.
         """
@@ -100,7 +141,7 @@ class StoreReader:
         def read_some() -> None:
             try:
                 while (found := take()) is not None:
-                    self._read_segment(*found)
+                    sources.add(self._read_segment(*found, turn))
             except BaseException:
                 remaining.clear()
                 raise
@@ -113,10 +154,13 @@ class StoreReader:
         for each in started:
             each.result()
 
-    def _read_segment(self, segment: Segment, into: memoryview) -> None:
-        """Read a segment, with retries: else one of many segments would often fail the piece."""
+    def _read_segment(self, segment: Segment, into: memoryview, turn: int | None) -> str:
+        """Read a segment, and return its URL.
+
+        A read is tried again: else one of many segments would often fail the piece.
+        """
         for failed in range(_TRIES):
-            source = self._choose_source(segment, failed)
+            source = self._choose_source(segment, failed, turn)
             try:
                 self._read_once(source, segment, into)
             except FetchError as error:
@@ -132,15 +176,18 @@ class StoreReader:
                 self._on_retry(str(error))
                 self._closing.wait(random.uniform(0.0, _PAUSE * 2.0**failed))
             else:
-                return
+                return source
+        raise AssertionError  # the last try returns or raises
 
-    def _choose_source(self, segment: Segment, failed: int) -> str:
+    def _choose_source(self, segment: Segment, failed: int, turn: int | None) -> str:
         """Return the URL for a try to read a segment: in turns, and those that rest last."""
         primary, mirrors = self._sources[segment.file], self._mirrors.get(segment.file)
-        if not mirrors:
+        if not mirrors or (turn is None and not failed):
             return primary
         urls = (primary, *mirrors)
-        first = segment.file + segment.start // MIN_PIECE_SIZE + failed
+        first = failed
+        if turn is not None:
+            first += segment.file + segment.start // self._catalogue.piece_size + turn
         turns = [urls[(first + n) % len(urls)] for n in range(len(urls))]
         now = time.monotonic()
         return min(turns, key=lambda url: max(now, self._find_rest(url)))

@@ -31,7 +31,7 @@ from millrace.swarm.heads import (
     parse_response,
 )
 
-VERSION = 6
+VERSION = 7
 """Version of the protocol and its messages. Drivers and agents of different versions refuse each
 other."""
 

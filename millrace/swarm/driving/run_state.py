@@ -6,6 +6,7 @@ marks a member as lost.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from millrace.errors import MillraceError
@@ -14,6 +15,7 @@ from millrace.swarm.driving.members import Member, RunMembers
 from millrace.swarm.messages import DropPiece, FetchPiece, compute_commitment
 from millrace.swarm.progress_events import NodeLost, NodeUntrusted
 from millrace.swarm.tracker import PieceOrder, Tracker
+from millrace.swarm.tracking.orders import STORE
 
 
 class RunState:
@@ -41,6 +43,7 @@ class RunState:
         self._sizes, self._on_disputed = sizes, on_disputed
         self._untrusted: set[str] = set()
         self._events: list[Event] = []
+        self._store_reads: Counter[int] = Counter()  # ordered ones, by piece
         self.news = threading.Condition(threading.RLock())
         self.members = RunMembers()
         self.tracker = tracker
@@ -114,7 +117,11 @@ class RunState:
                 queued.put(DropPiece(order.piece))
             else:
                 commitment = compute_commitment(order.digest)
-                queued.put(FetchPiece(order.piece, order.source, commitment))
+                turn = 0
+                if order.source == STORE:
+                    turn = self._store_reads[order.piece]
+                    self._store_reads[order.piece] += 1
+                queued.put(FetchPiece(order.piece, order.source, commitment, turn))
         for number in self.tracker.take_disputed():
             self._on_disputed(number)
         for name in self.tracker.take_faulty():

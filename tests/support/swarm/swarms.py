@@ -56,8 +56,8 @@ import millrace.swarm.piece_readers as fetch
 
 read = fetch.StoreReader.read_piece
 
-def flip(reader, number, into):
-    read(reader, number, into)
+def flip(reader, number, into, *turn):
+    read(reader, number, into, *turn)
     if len(into):
         into[len(into) // 2] ^= 1
 
@@ -72,8 +72,8 @@ import millrace.swarm.piece_readers as fetch
 read = fetch.StoreReader.read_piece
 first = threading.Lock()
 
-def flip(reader, number, into):
-    read(reader, number, into)
+def flip(reader, number, into, *turn):
+    read(reader, number, into, *turn)
     if len(into) and first.acquire(blocking=False):
         into[len(into) // 2] ^= 1
 

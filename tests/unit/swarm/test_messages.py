@@ -38,6 +38,7 @@ from millrace.swarm.settings import PrewarmSettings
 DIGEST = f"blake3:{0:064x}"
 ORDERS = (
     FetchPiece(3, "node-b", compute_commitment(DIGEST)),
+    FetchPiece(3, "", "", turn=1),
     DropPiece(3),
     VoidDigest(1),
     AddPeer("node-b", Endpoint("https", "10.0.0.2", 7000, "node-b", "0" * 64)),

@@ -31,9 +31,9 @@ def test_all_nodes_share_one_encoded_specification():
     assert all(encode_start_body(agents, spec)[1] is spec for agents in ({}, AGENTS))
 
 
-def test_the_fields_of_the_body_are_those_of_version_six():
+def test_the_fields_of_the_body_are_those_of_version_seven():
     agents, spec = map(json.loads, encode_start_body(AGENTS, SPEC.encode()))
-    assert VERSION == 6
+    assert VERSION == 7
     assert agents == {
         "node-b": {
             "scheme": "https",
@@ -45,7 +45,7 @@ def test_the_fields_of_the_body_are_those_of_version_six():
     }
     row = ["a", 1, "e", "s3://b/a", f"blake3:{0:064x}", 0o644, None, [], "", "", ""]
     assert spec == {
-        "version": 6,
+        "version": 7,
         "catalogue": {"piece_size": 1 << 20, "files": [row]},
         "sources": ["https://b/a?signature"],
         "key": b"key".hex(),
