@@ -167,6 +167,10 @@ class Tracker:
         """Return the digest of a piece that is known before the run; empty if there is none."""
         return self._copies[piece].votes.known_digest
 
+    def is_expected(self, piece: int, digest: str) -> bool:
+        """Tell whether a digest is the known or decided one of a piece, or a trusted vote."""
+        return self._copies.is_expected(piece, digest)
+
     def is_lacked(self, piece: int) -> bool:
         """Tell whether a living node lacks a piece."""
         return self._nodes.is_lacked(piece)

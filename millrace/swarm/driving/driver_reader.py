@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from millrace import errors
 from millrace.digest import combine_blocks, make_hasher
 from millrace.swarm.catalogue import Catalogue, can_combine, combine_segment_blocks
 from millrace.swarm.piece_readers import BufferPool, FetchError, StoreReader, hash_segments
@@ -17,7 +18,10 @@ from millrace.swarm.protocol import ConnectionPool
 
 _CONCURRENCY = 4
 _PAUSE = 0.5  # seconds before a failed read is tried again
+_MAX_READS = 5  # of the same piece or file, if the bytes differ each time
 _STALL_TIMEOUT = 10.0  # seconds without a byte after which a read has failed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,8 @@ class PieceRequester(Protocol):
         """Tell whether the digest of a piece is still needed."""
         ...
 
-    def get_known_digest(self, number: int) -> str:
-        """Return the digest of a piece that is known from block lists; empty if there is none."""
+    def is_expected(self, number: int, digest: str) -> bool:
+        """Tell whether a digest is the known or decided one of a piece, or a vote."""
         ...
 
     def handle_digest(self, number: int, digest: str) -> None:
@@ -209,29 +213,32 @@ class DriverReader:
         self._pool.submit(run)
 
     def _read_piece(self, number: int) -> None:
-        """Read a piece; read it again if the bytes do not have the expected digest."""
+        """Read a piece; read it again if no node expects its digest."""
         if not self._pieces.is_useful(number):
             return
-        digest = self._hash_piece(number)
-        if digest and self._pieces.get_known_digest(number) not in {"", digest}:
-            digest = self._hash_piece(number)
-        if digest:
+        digest = _read_until_equal(
+            lambda: self._hash_piece(number),
+            lambda digest: self._pieces.is_expected(number, digest),
+            self._catalogue.files[self._catalogue.pieces[number][0].file].origin,
+        )
+        if digest is not None:
             self._pieces.handle_digest(number, digest)
 
-    def _hash_piece(self, number: int) -> str:
-        """Read a piece, and return its digest; empty if the reader was closed before."""
+    def _hash_piece(self, number: int) -> str | None:
+        """Read a piece, and return its digest; None if the reader was closed before."""
         with self._buffers.borrow(self._sizes[number]) as data:
             if not self._reader.read(number, data):
-                return ""
+                return None
             return combine_segment_blocks(hash_segments(self._catalogue.pieces[number], data))
 
     def _read_file(self, number: int) -> None:
         """Read a file; read it again if the bytes do not have the digest of the file."""
         if not self._files.is_doubted(number):
             return
-        found = self._hash_file(number)
-        if found is not None and found.digest != self._catalogue.files[number].digest:
-            found = self._hash_file(number)
+        file = self._catalogue.files[number]
+        found = _read_until_equal(
+            lambda: self._hash_file(number), lambda found: found.digest == file.digest, file.origin
+        )
         if found is not None:
             self._files.handle_digests(found)
 
@@ -260,3 +267,30 @@ class DriverReader:
                     at += segment.size
         digest = whole.compute() if whole else combine_blocks(b"".join(block_digests))
         return FileDigests(number, digest, combine_segment_blocks(block_digests), pieces)
+
+
+def _read_until_equal(
+    read: Callable[[], T | None], is_expected: Callable[[T], bool], origin: str
+) -> T | None:
+    """Read until the result is the expected one, or equals that of an earlier read.
+
+    The driver decides, so one wrong read of its own must not be enough.
+
+    Args:
+        read: Reads once; returns None if no result is needed any more.
+        is_expected: Tells whether nodes, or a digest of the object, have the same result.
+        origin: Object, for the error.
+
+    Raises:
+        CorruptError: All results differ.
+    """
+    found: list[T] = []
+    for _ in range(_MAX_READS):
+        result = read()
+        if result is None or is_expected(result) or result in found:
+            return result
+        found.append(result)
+    raise errors.CorruptError(
+        f"{origin} has had other bytes in each of {_MAX_READS} reads on the driver's machine. "
+        "Check the memory of this machine, and the store, and run it again."
+    )

@@ -109,9 +109,10 @@ class PieceChecks:
             names = [*self._reports.get(number, ()), *self._doubters.get(number, ())]
             return any(not members[name].is_lost for name in names)
 
-    def get_known_digest(self, number: int) -> str:
-        """Return the digest of a piece that is known from block lists; empty if there is none."""
-        return self._state.tracker.get_known_digest(number)
+    def is_expected(self, number: int, digest: str) -> bool:
+        """Tell whether a digest is the known or decided one of a piece, or a vote."""
+        with self._state.news:
+            return self._state.tracker.is_expected(number, digest)
 
     def handle_digest(self, number: int, digest: str) -> None:
         """Settle a piece that the driver has read, and give up nodes that could not read it."""
@@ -119,9 +120,9 @@ class PieceChecks:
         with state.news:
             self._failing.pop(number, None)
             self._own_failing.pop(number, None)
-            if digest != (self.get_known_digest(number) or digest):
-                origins = self._describe_origins(number)
-                state.fatal = make_corruption_error(origins, self.get_known_digest(number))
+            known = state.tracker.get_known_digest(number)
+            if known and digest != known:
+                state.fatal = make_corruption_error(self._describe_origins(number), known)
                 state.news.notify_all()
                 return
             self._intact.add(number)

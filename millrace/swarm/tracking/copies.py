@@ -90,6 +90,10 @@ class CopyTable:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self.pieces[number].votes.is_disputed(self._is_trusted)
 
+    def is_expected(self, number: int, digest: str) -> bool:
+        """Tell whether a digest is the known or decided one of a piece, or a trusted vote."""
+        return self.pieces[number].votes.is_expected(digest, self._is_trusted)
+
     def has_too_few_votes(self, number: int) -> bool:
         """Tell whether a piece has votes, but too few: the piece is in `NodeQueues.votes`."""
         return self.pieces[number].votes.has_too_few(self._is_trusted)

@@ -54,6 +54,13 @@ class PieceVotes:
         """Return the voters that are trusted, whose votes count."""
         return [name for name in self.voters if is_trusted(name)]
 
+    def is_expected(self, digest: str, is_trusted: Callable[[str], bool]) -> bool:
+        """Tell whether a digest is the known or decided one, or that of a trusted voter."""
+        if self.known_digest:
+            return digest == self.known_digest
+        voters = self.list_voters(is_trusted)
+        return digest in {self.digest, *(self.digests[name] for name in voters)}
+
     def count(self, is_trusted: Callable[[str], bool]) -> str | None:
         """Return the digest with enough votes; None if there is none, or if one is decided."""
         if self.digest or self.is_settled:
