@@ -201,6 +201,7 @@ class Assembler:
             for state, segment in piece:
                 if state.is_verified:  # the wrong bytes are in another file of this piece
                     continue
+                self._partials.forget_segment(state, (segment.start, segment.size))
                 if state.final:  # a file without a digest, which could not be verified
                     try:
                         self._partials.reopen(state)

@@ -4,6 +4,7 @@
 
 - ``["file", OBJECT, PATH]``: the bytes of this object are in this partial file, below the root;
 - ``["range", OBJECT, START, SIZE, DIGESTS]``: this range of the object was written to the file;
+- ``["dropped", OBJECT, START, SIZE]``: the bytes of this range were wrong;
 - ``["folder", PATH]``: an archive is unpacked into this folder. The next run removes the folder.
 
 OBJECT identifies the content of an object of the store (`compute_object_id`). So the next run can
@@ -76,6 +77,8 @@ class Journal:
                 digest
             ):
                 self.ranges.setdefault(name, {})[start, size] = digest
+            case ["dropped", str(name), int(start), int(size)]:
+                self.ranges.get(name, {}).pop((start, size), None)
             case ["folder", str(path)] if _is_ours(path):
                 self._stale.add(path)
             case _:
@@ -141,6 +144,10 @@ class Journal:
     def note_ranges(self, ranges: Iterable[tuple[str, Range, str]]) -> None:
         """Note written ranges."""
         self._append(*(["range", name, *span, digest] for name, span, digest in ranges))
+
+    def forget_range(self, name: str, span: Range) -> None:
+        """Note that the bytes of a range were wrong, so that the next run does not use them."""
+        self._append(["dropped", name, *span])
 
     def close(self, *, keep: bool) -> None:
         """Close the journal. Remove it if no partial file is left (`keep` is false)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.errors import FULL_DISK, ConfigurationError, CorruptError, NoSpaceError
-from millrace.swarm.cache_index import is_unchanged
+from millrace.swarm.cache_index import is_unchanged, read_identity
 from millrace.swarm.catalogue import Catalogue, File
 from millrace.swarm.journal import compute_object_id
 
@@ -224,13 +224,19 @@ class Targets:
         self._created.add(target.partial)
         target.partial.chmod(target.file.mode | _NEEDED_MODE)
 
-    def link(self, target: Target, existing: Mapping[str, tuple[int, ...] | None]) -> None:
+    def link(
+        self,
+        target: Target,
+        existing: Mapping[str, tuple[int, ...] | None],
+        links: dict[str, tuple[int, ...]],
+    ) -> None:
         """Create the further destinations of a file: hard links, or copies if links are impossible.
 
         Args:
             target: Paths of the file.
             existing: Files of Millrace that the run has found at these destinations: the identity
                 of a file that is replaced (`read_identity`); None for a file that is right.
+            links: Receives the identity of the file at each further destination, by its name.
 
         Raises:
             ConfigurationError: Another file is at a destination.
@@ -241,6 +247,7 @@ class Targets:
             identity = existing.get(name)
             is_right = name in existing and identity is None
             if os.path.lexists(link) and (is_right or _is_same(link, target.final)):
+                links[name] = read_identity(link)
                 continue
             hashed = hashlib.sha256(name.encode()).hexdigest()[:16]
             partial = link.with_name(f".{hashed}.{target.object}.part")
@@ -255,10 +262,25 @@ class Targets:
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
+            links[name] = read_identity(link)
+
+    def unlink(self, target: Target, links: Mapping[str, tuple[int, ...]]) -> None:
+        """Remove the further destinations of a file whose bytes were wrong.
+
+        A file that another program has put there stays.
+
+        Args:
+            target: Paths of the file.
+            links: Identities of the files at these destinations, by their names (`link`).
+        """
+        for name, identity in links.items():
+            link = self._root / name
+            if is_unchanged(link, identity) or _is_same(link, target.partial):
+                link.unlink()
 
 
 def _is_same(link: Path, final: Path) -> bool:
-    return link.is_file() and not link.is_symlink() and link.samefile(final)
+    return link.is_file() and not link.is_symlink() and final.exists() and link.samefile(final)
 
 
 def _place(source: Path, final: Path, existing: tuple[int, ...] | None) -> None:

@@ -32,6 +32,8 @@ class FileState:
             one that may be replaced; None if there was none.
         existing_links: The same for the further destinations, by their names: the identity of a
             file of Millrace that may be replaced; None for one with the right bytes.
+        links: Identity of the file at each further destination, by its name, while the file has its
+            final name.
     """
 
     target: Target
@@ -45,6 +47,7 @@ class FileState:
     existing_links: dict[str, tuple[int, ...] | None] = field(
         default_factory=dict[str, tuple[int, ...] | None]
     )
+    links: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     @property
     def file(self) -> File:

@@ -95,7 +95,7 @@ class FileFinisher:
         for number, state, drops in complete:
             try:
                 if self._arrivals.rename(state, drops, self._targets):
-                    self._targets.link(state.target, state.existing_links)
+                    self._link(state, drops)
                     ready.append((number, state, drops))
             except ConfigurationError as error:  # the other files become ready nonetheless
                 faults.append(error)
@@ -103,6 +103,28 @@ class FileFinisher:
             self._note_ready(ready)
         if faults:
             raise faults[0]
+
+    def _link(self, state: FileState, drops: int) -> None:
+        """Create the further destinations of a file, unless a segment was dropped meanwhile.
+
+        The lock is not held: copies, where links are impossible, take long.
+
+        Raises:
+            ConfigurationError: A file that Millrace did not make is at a destination.
+        """
+        links: dict[str, tuple[int, ...]] = {}
+        try:
+            self._targets.link(state.target, state.existing_links, links)
+        except FileNotFoundError:  # the drop has taken the final name away
+            with self._arrivals.changed:
+                if state.drops == drops:
+                    raise
+        finally:
+            with self._arrivals.changed:
+                if state.drops == drops:
+                    state.links = links
+                else:
+                    self._targets.unlink(state.target, links)
 
     def _note_ready(self, ready: list[tuple[int, FileState, int]]) -> None:
         """Note the identities of files with final names, sync the names, and report the files.

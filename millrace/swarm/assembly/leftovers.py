@@ -84,7 +84,7 @@ class Leftovers:
         seen: dict[str, tuple[int, ...]] = {}
         for number in whole:
             state = self._arrivals.states[number]
-            self._targets.link(state.target, state.existing_links)
+            self._targets.link(state.target, state.existing_links, state.links)
             for name, path in self._targets.iterate_paths(state.target):
                 identity, entries = read_identity(path), index.get(name, [])
                 if name in recorded or (entries and entries[-1].seen != identity):

@@ -51,6 +51,10 @@ class PartialFiles:
             (state.target.object, span, digest.hex()) for state, span, digest in segments
         )
 
+    def forget_segment(self, state: FileState, span: Range) -> None:
+        """Note in the journal that the bytes of a segment were wrong."""
+        self._journal.forget_range(state.target.object, span)
+
     def write(self, segments: Sequence[tuple[FileState, int, int]], data: memoryview) -> None:
         """Write the segments of a piece, except those of final files.
 
@@ -69,9 +73,16 @@ class PartialFiles:
     def reopen(self, state: FileState) -> None:
         """Make a final file partial again, to replace some of its segments.
 
+        Its further destinations are removed. A file that another program has put there stays, and
+        is a conflict when the file is complete again.
+
         Raises:
             ConfigurationError: Another program has replaced the file since.
         """
+        self._targets.unlink(state.target, state.links)
+        for name in state.links:
+            state.existing_links.pop(name, None)
+        state.links = {}
         if state.existing is not None:
             self._targets.make_partial(state.target, state.existing)
         state.final, state.existing = False, None

@@ -9,7 +9,7 @@ import pytest
 from millrace import errors
 from millrace.swarm import targets
 from tests.oracle import compute_blake3
-from tests.unit.swarm.assembly.test_user_files import MIB, OLD, Run, make_file, prewarm
+from tests.unit.swarm.assembly.test_user_files import MIB, OLD, USERS, Run, make_file, prewarm
 
 open_file = os.open
 
@@ -87,3 +87,81 @@ def test_a_partial_file_that_another_program_removes_is_not_created_again(tmp_pa
     run.assembler.close()
     assert run.finished == []
     assert not (tmp_path / "model" / "m").exists()
+
+
+WRONG = USERS[:MIB] + OLD[MIB:]
+LINKED = make_file(links=("model/n",))
+
+
+def read_model(root: Path) -> dict[str, bytes]:
+    """Return the files with final names."""
+    files = (root / "model").iterdir()
+    return {file.name: file.read_bytes() for file in files if not file.name.startswith(".")}
+
+
+@pytest.fixture(params=["links", "copies"])
+def further(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further destinations are hard links, or copies where links are impossible."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if request.param == "copies":
+        monkeypatch.setattr(targets.os, "link", refuse)
+
+
+@pytest.mark.usefixtures("further")
+@pytest.mark.parametrize("later", [LINKED, make_file(), make_file(path="model/n")])
+def test_a_dropped_piece_takes_all_final_names_and_is_not_used_after_a_kill(tmp_path, later):
+    run = Run(tmp_path, {LINKED: WRONG})
+    run.assembler.open()
+    run.write_all()
+    run.assembler.stop()
+    assert read_model(tmp_path) == {"m": WRONG, "n": WRONG}
+    run.assembler.drop(0)
+    assert read_model(tmp_path) == {}
+    run.assembler.close()
+    run = Run(tmp_path, {later: OLD})
+    assert [number for number, _ in run.assembler.open()] == [1]
+    run.write(0)
+    run.assembler.close()
+    names = {Path(name).name for name in (later.path, *later.links)}
+    assert read_model(tmp_path) == dict.fromkeys(names, OLD)
+    assert run.faults == []
+
+
+@pytest.mark.usefixtures("further")
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_dropped_piece_of_a_recognised_file_takes_the_names_that_no_user_took(tmp_path, saved):
+    prewarm(tmp_path, LINKED)
+    run = Run(tmp_path, {LINKED: OLD})
+    run.assembler.open()
+    if saved:
+        (tmp_path / "saved").write_bytes(USERS)
+        (tmp_path / "saved").rename(tmp_path / "model" / "n")
+    run.assembler.drop(0)
+    assert read_model(tmp_path) == ({"n": USERS} if saved else {})
+    run.write(0)
+    run.assembler.close()
+    assert read_model(tmp_path) == {"m": OLD, "n": USERS if saved else OLD}
+    assert ["during the run" in str(each) for each in run.faults] == [True] * saved
+
+
+@pytest.mark.usefixtures("further")
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_piece_that_is_dropped_while_the_links_are_made(tmp_path, monkeypatch, is_linked):
+    run, link = Run(tmp_path, {LINKED: WRONG}), targets.Targets.link
+
+    def drop(*arguments) -> None:
+        if is_linked:
+            link(*arguments)
+        run.assembler.drop(0)
+        if not is_linked:
+            link(*arguments)
+
+    monkeypatch.setattr(targets.Targets, "link", drop)
+    run.assembler.open()
+    run.write_all()
+    run.assembler.close()
+    assert read_model(tmp_path) == {}
+    assert run.faults == run.finished == []
