@@ -6,6 +6,7 @@ The parts in `millrace.swarm.driving` own the state. This module connects them, 
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 
 from millrace import errors
 from millrace.progress import Progress, ignore_event
@@ -30,6 +31,7 @@ from millrace.swarm.driving.stragglers import StragglerFinder
 from millrace.swarm.event_checker import EventChecker
 from millrace.swarm.mirrors import find_mirrors
 from millrace.swarm.nodes import connect_agents
+from millrace.swarm.piece_readers import begins_at_mirror
 from millrace.swarm.resolving import ResolvedCatalogue, resolve_requests
 from millrace.swarm.settings import PrewarmSettings
 from millrace.swarm.tracker import Tracker
@@ -82,7 +84,7 @@ class _PrewarmDriver:
         self._known = known
         self._startup = 0.0  # seconds; 0 until the first order
         sizes, files = catalogue.list_piece_sizes(), len(catalogue.files)
-        self._state = self._make_state(sizes)
+        self._state = self._make_state(sizes, mirrors)
         self._piece_checks = PieceChecks(
             self._state, catalogue, settings.store_timeout.total_seconds(), self._request_piece
         )
@@ -197,14 +199,15 @@ class _PrewarmDriver:
                     member, f"{origin} was not unpacked, and all other files are ready: {reason}"
                 )
 
-    def _make_state(self, sizes: list[int]) -> RunState:
+    def _make_state(self, sizes: list[int], mirrors: Mapping[int, list[str]]) -> RunState:
         needs = [1] * len(sizes)
         for piece in self._catalogue.list_unproven_pieces():
             needs[piece] = VOTES_NEEDED
         tracker = Tracker(
             sizes, self._settings.limits, votes_needed=needs, known_digests=self._known.pieces
         )
-        return RunState(tracker, sizes, self._request_piece)
+        is_at_mirror = partial(begins_at_mirror, self._catalogue, mirrors)
+        return RunState(tracker, sizes, self._request_piece, is_at_mirror)
 
     # The reader is made after the parts that request reads.
     def _request_piece(self, piece: int) -> None:

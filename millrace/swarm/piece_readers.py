@@ -187,7 +187,7 @@ class StoreReader:
         urls = (primary, *mirrors)
         first = failed
         if turn is not None:
-            first += segment.file + segment.start // self._catalogue.piece_size + turn
+            first += _find_first(segment, self._catalogue.piece_size, turn)
         turns = [urls[(first + n) % len(urls)] for n in range(len(urls))]
         now = time.monotonic()
         return min(turns, key=lambda url: max(now, self._find_rest(url)))
@@ -244,6 +244,25 @@ class StoreReader:
                     raise FetchError("the file was truncated")
                 at += got
             _check_etag(opened.fileno(), file.etag)  # the file may have been written meanwhile
+
+
+def begins_at_mirror(
+    catalogue: Catalogue, mirrors: Mapping[int, Sequence[str]], number: int, turn: int
+) -> bool:
+    """Tell whether a read of a piece in turn asks a mirror first, for any of the files."""
+    return any(
+        _find_first(segment, catalogue.piece_size, turn) % (1 + len(mirrors[segment.file]))
+        for segment in catalogue.pieces[number]
+        if segment.file in mirrors
+    )
+
+
+def _find_first(segment: Segment, piece_size: int, turn: int) -> int:
+    """Return the first location of a read in turn, modulo the number of locations.
+
+    The store itself is location 0.
+    """
+    return segment.file + segment.start // piece_size + turn
 
 
 def _check_etag(descriptor: int, etag: str) -> None:

@@ -167,6 +167,10 @@ class Tracker:
         """Return the digest of a piece that is known before the run; empty if there is none."""
         return self._copies[piece].votes.known_digest
 
+    def excuse_read(self, node: str, piece: int) -> None:
+        """Do not count the next wrong vote of a node for a piece, which a mirror may have sent."""
+        self._copies.excused.add((node, piece))
+
     def is_expected(self, piece: int, digest: str) -> bool:
         """Tell whether a digest is the known or decided one of a piece, or a trusted vote."""
         return self._copies.is_expected(piece, digest)

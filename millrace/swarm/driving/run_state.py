@@ -27,6 +27,8 @@ class RunState:
         tracker: Decides which node fetches which piece from which source.
         sizes: Bytes of each piece.
         on_disputed: Called with a piece for which nodes have reported different digests.
+        is_at_mirror: Tells whether a read of a piece in a turn begins at a mirror of the store.
+            Wrong bytes of such a read do not count against the node.
 
     Attributes:
         news: Condition that is notified after each change; it has the lock of the run.
@@ -38,8 +40,13 @@ class RunState:
     """
 
     def __init__(
-        self, tracker: Tracker, sizes: Sequence[int], on_disputed: Callable[[int], None]
+        self,
+        tracker: Tracker,
+        sizes: Sequence[int],
+        on_disputed: Callable[[int], None],
+        is_at_mirror: Callable[[int, int], bool] = lambda _, __: False,
     ) -> None:
+        self._is_at_mirror = is_at_mirror
         self._sizes, self._on_disputed = sizes, on_disputed
         self._untrusted: set[str] = set()
         self._events: list[Event] = []
@@ -121,6 +128,8 @@ class RunState:
                 if order.source == STORE:
                     turn = self._store_reads[order.piece]
                     self._store_reads[order.piece] += 1
+                    if self._is_at_mirror(order.piece, turn):
+                        self.tracker.excuse_read(order.node, order.piece)
                 queued.put(FetchPiece(order.piece, order.source, commitment, turn))
         for number in self.tracker.take_disputed():
             self._on_disputed(number)

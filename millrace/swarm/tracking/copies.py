@@ -51,6 +51,7 @@ class CopyTable:
 
     Attributes:
         pieces: State of each piece.
+        excused: Nodes and pieces, of which the next wrong vote is not counted.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CopyTable:
         output: TrackerOutput,
     ) -> None:
         self.pieces = [PieceState(size) for size in sizes]
+        self.excused: set[tuple[str, int]] = set()
         self._nodes, self._transfers = nodes, transfers
         self._waiting_nodes, self._readers = waiting_nodes, readers
         self._output = output
@@ -137,6 +139,7 @@ class CopyTable:
             self._reject(node, number)
         else:
             self._count_votes(number)
+            self._drop_if_untrusted(node, number)
         self.request_read_if_needed(number)
 
     def settle(self, number: int, digest: str) -> None:
@@ -162,7 +165,8 @@ class CopyTable:
         """Trust a node no longer: ignore its votes and its copies, and undo their decisions.
 
         A digest with too few remaining votes is no longer decided. Then nodes drop their copies of
-        the piece that are not votes, and the node drops its own copy.
+        the piece that are not votes, and the node drops its own copy. The node also drops copies
+        that differ from decided digests.
         """
         if not node.trust.is_trusted:
             return
@@ -172,6 +176,7 @@ class CopyTable:
                 continue
             self._remove_holder(node, number)
             self._undo_decision(node, number)
+            self._drop_if_untrusted(node, number)
             self.request_read_if_needed(number)
 
     def count_wrong_vote(self, node: NodeState) -> None:
@@ -268,14 +273,29 @@ class CopyTable:
                 self._add_holder(self._nodes[name], number)
             elif votes.is_settled and name in votes.digests:
                 self._reject(self._nodes[name], number)
+            else:
+                self._drop_if_untrusted(self._nodes[name], number)
+
+    def _drop_if_untrusted(self, node: NodeState, number: int) -> None:
+        """Order a node that is not trusted to drop a copy that differs from the decided digest.
+
+        Such a copy is no dispute, so the driver does not settle the piece.
+        """
+        votes = self.pieces[number].votes
+        if node.trust.is_trusted or not votes.digest:
+            return
+        if votes.digests.get(node.id, votes.digest) != votes.digest:
+            self._drop(node, number)
+            self._waiting_nodes.enqueue(node, number)
 
     def _reject(self, node: NodeState, number: int) -> None:
         """Order a node to drop a copy whose digest is wrong, or is no longer decided."""
         voted = node.id in self.pieces[number].votes.voters
         self._drop(node, number)
         self._waiting_nodes.enqueue(node, number)
-        if voted:
+        if voted and (node.id, number) not in self.excused:
             self.count_wrong_vote(node)
+        self.excused.discard((node.id, number))
 
     def _undo_decision(self, node: NodeState, number: int) -> None:
         piece = self.pieces[number]

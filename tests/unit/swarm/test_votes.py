@@ -498,3 +498,41 @@ def test_a_node_that_others_slander_reads_itself_what_they_do_not_give():
     for _ in range(20_000):
         swarm.step()
     assert swarm.has["a"] == have
+
+
+def make_untrusted_tracker() -> Tracker:
+    """Make a tracker whose node c has two wrong votes."""
+    tracker = Tracker([100] * 3, votes_needed=[2] * 3)
+    for name in "abc":
+        tracker.add_node(name, [], 0.0)
+    tracker.begin(0.0)
+    for piece in range(2):
+        tracker.complete_transfer("c", piece, STORE, "wrong", 0.0)
+        tracker.settle_piece(piece, "right", 0.0)
+    assert list(tracker.untrusted_nodes) == ["c"]
+    return tracker
+
+
+@pytest.mark.parametrize("order", ["cab", "abc", "acb"])
+def test_a_node_that_is_not_trusted_keeps_no_copy_that_the_others_do_not_have(order):
+    tracker = make_untrusted_tracker()
+    drops: list[PieceOrder] = []
+    for name in order:
+        digest = "wrong" if name == "c" else "right"
+        orders = tracker.complete_transfer(name, 2, STORE, digest, 0.0)
+        drops += [order for order in orders if order.drop]
+    assert drops == [PieceOrder("c", 2, STORE, drop=True)]
+
+
+def test_a_node_loses_no_trust_by_votes_that_a_mirror_may_have_sent():
+    tracker = Tracker([100] * 3, votes_needed=[2] * 3)
+    tracker.add_node("a", [], 0.0)
+    tracker.begin(0.0)
+    for piece in range(3):
+        tracker.excuse_read("a", piece)
+        tracker.complete_transfer("a", piece, STORE, "wrong", 0.0)
+        tracker.settle_piece(piece, "right", 0.0)
+    assert not tracker.untrusted_nodes
+    for piece in range(2):  # read again, from the store itself
+        tracker.complete_transfer("a", piece, STORE, "wrong", 0.0)
+    assert list(tracker.untrusted_nodes) == ["a"]
