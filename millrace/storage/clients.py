@@ -65,6 +65,8 @@ def make_boto3_client(
         read_timeout=READ_TIMEOUT.total_seconds(),
         retries={"mode": "standard", "total_max_attempts": max_attempts},
         max_pool_connections=_MAX_CONNECTIONS,
+        # obstore does not read the endpoints of ~/.aws/config.
+        ignore_configured_endpoint_urls=True,  # pyright: ignore[reportCallIssue] - not in the stub
         s3={"addressing_style": "path"} if store.endpoint else {},
     )
     session: Any = boto3
@@ -261,6 +263,7 @@ def _open_s3fs(store: Store) -> "AbstractFileSystem":
         config_kwargs={
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
+            "ignore_configured_endpoint_urls": True,
             **({"s3": {"addressing_style": "path"}} if store.endpoint else {}),
         },
         fixed_upload_size=True,  # R2 accepts only parts of equal size

@@ -35,6 +35,20 @@ _AMAZON_ENDPOINT = "https://s3.amazonaws.com"
 _GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Control characters, which no key has."""
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Variables with the endpoint of S3, the strongest first. boto3 does not read the last one."""
+_SETTINGS_OF_OPTIONS = {
+    "endpoint": "endpoint",
+    "endpoint_url": "endpoint",
+    "endpoint_url_s3": "endpoint",
+    "region": "region",
+    "default_region": "region",
+    "access_key_id": "credentials",
+    "secret_access_key": "credentials",
+    "session_token": "credentials",
+    "token": "credentials",
+}
+"""Options of obstore for S3 that are settings of a store, by their names without ``aws_``."""
 _ENVIRONMENT = "env://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")  # characters with a meaning in a URL
@@ -88,8 +102,8 @@ class StoreSpec(BaseModel):
     endpoint: str | None = Field(
         default=None,
         description="URL of another S3 endpoint than those of Amazon and R2, such as of Ceph, "
-        "MinIO, Backblaze B2 or Wasabi. By default AWS_ENDPOINT_URL for an `s3://` "
-        "URL. For `gs://`, URL of another server of Google's API.",
+        "MinIO, Backblaze B2 or Wasabi. By default AWS_ENDPOINT_URL or AWS_ENDPOINT for an "
+        "`s3://` URL. For `gs://`, URL of another server of Google's API.",
     )
     region: str | None = Field(
         default=None, description="Region of S3. That of R2 is always `auto`."
@@ -107,7 +121,7 @@ class StoreSpec(BaseModel):
     options: dict[str, SecretStr] = Field(
         default_factory=dict[str, SecretStr],
         description="Further options of the store, by the names of obstore. They are kept as "
-        "secrets.",
+        "secrets. Endpoint, region and keys of S3 are no options, but settings of their own.",
     )
     retry_timeout: Duration = Field(
         default=timedelta(minutes=2),
@@ -455,6 +469,8 @@ def open_store(
     if location.backend in {Backend.S3, Backend.R2, Backend.GS}:
         note_opened()
         drop_empty_variables()
+        if location.backend is not Backend.GS:
+            _check_options(spec)
         spec = _apply_environment(spec, location)
     match location.backend:
         case Backend.MEMORY:
@@ -486,6 +502,24 @@ def _open_twice(
     return once, retried
 
 
+def _check_options(spec: StoreSpec) -> None:
+    """Check the options of an S3-compatible store.
+
+    boto3 and the signed requests do not read options. They would use another endpoint or key than
+    obstore.
+
+    Raises:
+        ConfigurationError: An option has a setting of its own.
+    """
+    for name in spec.options:
+        setting = _SETTINGS_OF_OPTIONS.get(name.lower().removeprefix("aws_"))
+        if setting is not None:
+            raise ConfigurationError(
+                f"{spec.url} has {name!r} in its `options`, which only a part of the requests "
+                f"would follow. Write it as `{setting}`, beside the URL."
+            )
+
+
 def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     """Return the spec with the endpoint and the region that the environment names.
 
@@ -493,7 +527,7 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
     the environment.
     """
     if location.backend is Backend.S3 and not spec.endpoint:
-        endpoint = read_variable("AWS_ENDPOINT_URL_S3") or read_variable("AWS_ENDPOINT_URL")
+        endpoint = _read_endpoint(os.environ)
         region = spec.region or read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION")
         spec = spec.model_copy(update={"endpoint": endpoint, "region": region})
     if spec.endpoint and not _ENDPOINT.match(spec.endpoint):
@@ -502,6 +536,11 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
             "in `endpoint` or AWS_ENDPOINT_URL."
         )
     return spec
+
+
+def _read_endpoint(environ: Mapping[str, str]) -> str | None:
+    """Return the endpoint of S3 that an environment names; None if it names none."""
+    return next(filter(None, map(environ.get, _ENDPOINT_VARIABLES)), None)
 
 
 def _reopen_store(
@@ -517,8 +556,8 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
 
     ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
     ``CHECKPOINT_BUCKET`` (a bucket, or any URL) and ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-    ``AWS_CA_BUNDLE``. An empty variable counts as unset.
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_ENDPOINT_URL`` or
+    ``AWS_ENDPOINT``, ``AWS_REGION``, ``AWS_CA_BUNDLE``. An empty variable counts as unset.
 
     Raises:
         ConfigurationError: Variables are missing. The message names all of them.
@@ -553,7 +592,7 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     return StoreSpec(
         url=bucket if "://" in bucket else f"s3://{bucket}",
         credentials=credentials,
-        endpoint=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
+        endpoint=_read_endpoint(env),
         region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
         account_id=env.get("R2_ACCOUNT_ID"),
         ca_file=Path(env["AWS_CA_BUNDLE"]) if env.get("AWS_CA_BUNDLE") else None,
@@ -649,7 +688,9 @@ def _open_s3(
     region = "auto" if location.backend is Backend.R2 else spec.region
     config: dict[str, Any] = {**checked, "conditional_put": "etag"}
     if endpoint:
-        config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+        # AWS_ENDPOINT_URL_S3 has its own name in obstore, and would be stronger than `endpoint`.
+        config |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
+        config["virtual_hosted_style_request"] = False
     if endpoint or region:
         config["region"] = region or "us-east-1"
     return S3Store(

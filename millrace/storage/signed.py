@@ -56,15 +56,28 @@ _refused_trials: set[str] = set()
 """URLs of objects whose trial was refused, until the store has answered to their signed body."""
 _COPIED = re.compile(rb"<ETag>([^<]*)</ETag>")
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}  # variables that only obstore supports
+_VARIABLES = {
+    "AWS_REQUEST_PAYER",
+    "AWS_S3_EXPRESS",
+    "AWS_SERVER_SIDE_ENCRYPTION",
+    "AWS_SKIP_SIGNATURE",
+    "AWS_SSE_BUCKET_KEY_ENABLED",
+    "AWS_SSE_CUSTOMER_KEY_BASE64",
+    "AWS_SSE_KMS_KEY_ID",
+    "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
+}
+"""Variables that change the requests of obstore, and that this module does not read."""
 
 
 def can_sign(store: Store) -> bool:
     """Decide whether this module can sign requests to a store.
 
-    The store needs a key pair. Options and proxies are supported by obstore only.
+    The store needs a key pair. Options, proxies and some variables of the environment are supported
+    by obstore only.
     """
     given = store.spec.credentials is not None and bool(store.endpoint or store.region)
-    special = store.spec.options or not _PROXIES.isdisjoint(map(str.lower, os.environ))
+    has_proxy = not _PROXIES.isdisjoint(map(str.lower, os.environ))
+    special = store.spec.options or has_proxy or not _VARIABLES.isdisjoint(os.environ)
     return store.is_s3_compatible and given and not special
 
 

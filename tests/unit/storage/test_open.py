@@ -3,7 +3,9 @@ import pickle
 from datetime import timedelta
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import S3Store
 from pydantic import SecretStr
 
 from millrace import errors
@@ -12,12 +14,14 @@ from millrace.storage import (
     Credentials,
     StoreSettings,
     StoreSpec,
+    make_boto3_client,
     open_store,
     put,
     read,
     read_spec_from_environment,
 )
 from millrace.storage.open import Location
+from millrace.storage.signed import _get_endpoint
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 
@@ -38,6 +42,7 @@ def test_a_url_names_its_place(url, backend, bucket, prefix):
     assert (location.backend, location.bucket, location.prefix) == (backend, bucket, prefix)
 
 
+KEY = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
 R2 = f"https://{ACCOUNT}.r2.cloudflarestorage.com"
 MINIO = "http://minio:9000"
 
@@ -60,7 +65,7 @@ MINIO = "http://minio:9000"
     ],
 )
 def test_one_bucket_has_one_id_whatever_its_url(one, other, is_same, monkeypatch):
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     found = [
         open_store(StoreSpec(url=url, endpoint=endpoint, region="auto")).bucket_id
@@ -241,8 +246,7 @@ def test_an_empty_variable_is_no_endpoint_no_region_and_no_key(no_aws):
     for name in ("ENDPOINT_URL", "REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
         no_aws.setenv(f"AWS_{name}", "")
     no_aws.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing leaves this machine
-    key = Credentials(access_key_id="id", secret_access_key=SecretStr("secret"))
-    store = open_store("s3://bucket", credentials=key, retry_timeout=timedelta(seconds=0.1))
+    store = open_store("s3://bucket", credentials=KEY, retry_timeout=timedelta(seconds=0.1))
     assert (store.endpoint, store.region) == (None, None)
     with pytest.raises(errors.UnavailableError, match=r"s3\.us-east-1\.amazonaws\.com"):
         read(store, "a")  # obstore panicked at an empty endpoint
@@ -256,6 +260,57 @@ def test_an_endpoint_that_is_no_url_is_refused_with_what_to_write(endpoint, no_a
         open_store("s3://bucket")
     with pytest.raises(errors.ConfigurationError, match="write https://HOST"):
         open_store(f"r2://{ACCOUNT}/bucket", endpoint=endpoint)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", f"r2://{ACCOUNT}/bucket"])
+@pytest.mark.parametrize("endpoint", [None, "https://given.example"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("AWS_ENDPOINT",),
+        ("AWS_ENDPOINT_URL",),
+        ("AWS_ENDPOINT_URL_S3",),
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    ],
+)
+def test_all_clients_of_a_store_use_one_endpoint(url, endpoint, names, no_aws, tmp_path):
+    file = tmp_path / "config"
+    file.write_text("[default]\nendpoint_url = https://file.example\n")
+    no_aws.setenv("AWS_CONFIG_FILE", str(file))
+    for number, name in enumerate(names):
+        no_aws.setenv(name, f"https://variable{number}.example")
+    store = open_store(url, credentials=KEY, endpoint=endpoint, region="eu-west-1")
+    named = "https://variable0.example" if names else "https://s3.eu-west-1.amazonaws.com"
+    expected = endpoint or (named if url.startswith("s3") else R2)
+    assert isinstance(store.raw, S3Store)
+    link = obstore.sign(store.raw, "GET", "a", timedelta(minutes=1))
+    assert link.startswith(f"{expected}/bucket/a?")
+    assert _get_endpoint(store) == expected
+    of_boto3 = make_boto3_client(store).meta.endpoint_url
+    assert of_boto3 == (store.endpoint or "https://s3.eu-west-1.amazonaws.com")
+    if names and not endpoint:
+        environ = {**os.environ, "STORAGE_BACKEND": "s3", "CHECKPOINT_BUCKET": "bucket"}
+        assert read_spec_from_environment(environ).endpoint == named
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", f"r2://{ACCOUNT}/bucket"])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("endpoint", "endpoint"),
+        ("aws_endpoint", "endpoint"),
+        ("AWS_ENDPOINT_URL", "endpoint"),
+        ("aws_endpoint_url_s3", "endpoint"),
+        ("default_region", "region"),
+        ("aws_access_key_id", "credentials"),
+        ("token", "credentials"),
+    ],
+)
+def test_options_that_only_obstore_would_follow_are_refused(url, name, setting, no_aws):
+    with pytest.raises(errors.ConfigurationError, match=f"{name}.*Write it as `{setting}`"):
+        open_store(StoreSpec(url=url, options={name: SecretStr("https://minio.example")}))
 
 
 @pytest.mark.parametrize(

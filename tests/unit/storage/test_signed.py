@@ -1,18 +1,92 @@
 """The signatures are those of botocore."""
 
+import re
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import botocore.auth
+import obstore
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from obstore.exceptions import GenericError
 
-from millrace.storage import Backend, put
-from millrace.storage.signed import copy_with_signature, shows_md5
+from millrace.storage import Backend, create, put
+from millrace.storage.signed import _VARIABLES, can_sign, copy_with_signature, shows_md5
 from tests.support.s3 import serve_s3
+
+READ_BY_ALL = {
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_TOKEN",
+    "AWS_ENDPOINT",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+}
+"""Variables of keys, endpoints and regions, which the settings of a store replace."""
+OF_CREDENTIALS = {
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_IMDSV1_FALLBACK",
+    "AWS_METADATA_ENDPOINT",
+    "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
+    "AWS_STS_ENDPOINT",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+}
+"""Variables with which obstore fetches keys. It fetches none if a store has a key pair."""
+WITHOUT_EFFECT = {
+    "AWS_BUCKET",
+    "AWS_BUCKET_NAME",
+    "AWS_CHECKSUM_ALGORITHM",
+    "AWS_CONDITIONAL_PUT",
+    "AWS_COPY_IF_NOT_EXISTS",
+    "AWS_DISABLE_BULK_DELETE",
+    "AWS_DISABLE_TAGGING",
+    "AWS_UNSIGNED_PAYLOAD",
+}
+"""Variables that Millrace overrides, or that change no object and no answer."""
+
+
+def test_encryption_of_the_environment_applies_to_objects_of_any_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key")
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        for size in (10, 300 * 1024):
+            put(store, f"put{size}", bytes(size))
+            create(store, f"create{size}", bytes(size), is_stopped=lambda: False)
+        encrypted = [
+            request.headers.get("x-amz-server-side-encryption-aws-kms-key-id")
+            for request in endpoint.requests
+        ]
+    assert encrypted == ["key"] * 4
+
+
+@pytest.mark.parametrize("name", sorted(_VARIABLES))
+def test_a_variable_that_only_obstore_supports_leaves_all_requests_to_obstore(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        assert can_sign(store)
+        monkeypatch.setenv(name, "true")
+        assert not can_sign(store)
+
+
+def test_each_variable_that_obstore_reads_is_known() -> None:
+    types = Path(obstore.__file__).with_name("_store") / "_aws.pyi"
+    read = set(re.findall(r"`(AWS_[A-Z0-9_]+)`", types.read_text()))
+    assert len(read) > 30
+    assert read == READ_BY_ALL | OF_CREDENTIALS | WITHOUT_EFFECT | _VARIABLES
 
 
 @pytest.mark.parametrize("path", ["", "/storage/v1/s3", "/storage/v1/s3/"])
