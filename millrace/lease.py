@@ -6,6 +6,7 @@ lease. Leases only save duplicate work. They are not locks: `commit_once` decide
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -33,6 +34,8 @@ from millrace.records import Record, commit_once, fetch
 from millrace.settings import Duration
 from millrace.storage import Stat, Store, create, delete, head, list_fairly, list_objects, put
 from millrace.threads import DaemonThreadPool
+
+_log = logging.getLogger(__name__)
 
 MAX_TTL = timedelta(hours=1)  # limit for any lease, also if its record has a longer time
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
@@ -463,7 +466,13 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause):
-            self._send_heartbeats()
+            try:
+                self._send_heartbeats()
+            except BaseException:  # noqa: BLE001 - a panic of obstore is no `Exception`
+                _log.exception(
+                    "Heartbeats of leases were not sent. The next ones are due in %.0f s.",
+                    self._pause,
+                )
 
     def _send_heartbeats(self) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 _Queue = deque[tuple[Future[Any], Callable[[], Any]]]  # calls that have not begun
+_START_ERRORS = (RuntimeError, MemoryError)  # of a thread that the system does not start
 
 
 class DaemonThreadPool:
@@ -43,8 +44,7 @@ class DaemonThreadPool:
             waiting = len(self._urgent) + len(self._pending)
             begin = max(0, min(max_threads - self._threads, waiting))
             self._threads += begin
-        for _ in range(begin):
-            self._start_thread()
+        self._start_threads(begin)
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function in a thread, as soon as a thread is free."""
@@ -56,19 +56,36 @@ class DaemonThreadPool:
 
     def _submit(self, queue: _Queue, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        entry = future, call
         with self._lock:
             if self._is_shut_down:
                 future.cancel()
                 return future
-            queue.append((future, call))
-            begin = self._threads < self._max_threads
+            queue.append(entry)
+            begin = int(self._threads < self._max_threads)
             self._threads += begin
-        if begin:
-            self._start_thread()
+        try:
+            self._start_threads(begin)
+        except _START_ERRORS:
+            with self._lock:
+                if entry in queue:  # otherwise another thread has taken the call
+                    queue.remove(entry)
+                    raise
         return future
 
-    def _start_thread(self) -> None:
-        threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
+    def _start_threads(self, count: int) -> None:
+        """Start threads that are counted already. After an error, those that lack are not counted.
+
+        Raises:
+            RuntimeError, MemoryError: The system starts no more threads.
+        """
+        for started in range(count):
+            try:
+                threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
+            except _START_ERRORS:
+                with self._lock:
+                    self._threads -= count - started
+                raise
 
     def shutdown(self) -> None:
         """Cancel the calls that have not begun, and later ones. The others are not waited for."""

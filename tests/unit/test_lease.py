@@ -156,6 +156,28 @@ def test_the_heartbeats_of_many_leases_are_sent_at_once(store, clock, monkeypatc
     assert first == {lease.keys.make_beat_key(0) for lease in leases}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BaseException("panic")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_ends_no_later_heartbeats(store, clock, caplog, error, count):
+    errors_left, asked = [error], queue.Queue[None]()
+
+    def is_alive() -> bool:
+        asked.put(None)
+        if errors_left:
+            raise errors_left.pop()
+        return True
+
+    with Heartbeat(MIN_TTL, is_alive) as heartbeat:
+        for number in range(count):
+            keys = LeaseKeys("run", f"{number}")
+            heartbeat.keep(acquire(store, keys, Holder.describe_this_process(), TTL, clock))
+        for _ in range(2 * count):
+            asked.get(timeout=10)
+    (line,) = caplog.records
+    assert line.getMessage().startswith("Heartbeats of leases were not sent.")
+    assert line.exc_info[1] is error
+
+
 def test_the_clock_is_the_stores(store):
     clock = StoreClock.read(store, "run", Holder.describe_this_process())
     assert list(list_objects(store, "run/lease/clock/")) == []

@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import pytest
 
@@ -25,6 +27,38 @@ def test_a_pool_that_is_shut_down_cancels_the_calls_that_have_not_begun():
     assert later.cancelled()
     go_on.set()
     assert running.result(60) == "done"
+
+
+@contextmanager
+def no_new_threads() -> Generator[None]:
+    """Let the system refuse to start threads, since their stacks exceed the address space."""
+    size = threading.stack_size(1 << 47)
+    try:
+        yield
+    finally:
+        threading.stack_size(size)
+
+
+@pytest.mark.parametrize("kind", ["submit", "submit_urgent"])
+def test_a_call_for_which_no_thread_starts_is_refused_and_the_next_one_runs(kind):
+    pool, called = DaemonThreadPool(1, "calls"), list[str]()
+    submit = getattr(pool, kind)
+    with no_new_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        submit(called.append, "refused")
+    submit(called.append, "next").result(60)
+    assert called == ["next"]
+
+
+def test_threads_that_do_not_start_are_started_later():
+    pool, go_on = DaemonThreadPool(1, "calls"), threading.Event()
+    running = pool.submit(go_on.wait, 60)
+    waiting = [pool.submit(lambda: "done") for _ in range(3)]
+    with no_new_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.set_max_threads(3)
+    pool.set_max_threads(3)
+    assert [call.result(60) for call in waiting] == ["done"] * 3
+    go_on.set()
+    assert running.result(60)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
