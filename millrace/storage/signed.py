@@ -411,6 +411,7 @@ def _send_request(
             retries=False,
             redirect=False,
             preload_content=preload,
+            decode_content=False,  # the bytes of an object are those that were written
         )
     except HTTPError as error:
         raise GenericError(f"{type(error).__name__}: {error}") from error

@@ -1,5 +1,6 @@
 """Workers of a `DataLoader`, which are forked after their parent has used the store."""
 
+import gzip
 import itertools
 import os
 import pickle
@@ -31,6 +32,7 @@ from millrace.storage import (
     head,
     list_folders,
     list_objects,
+    make_boto3_client,
     open_store,
     open_writer,
     put,
@@ -39,6 +41,7 @@ from millrace.storage import (
     read_range,
     stream,
 )
+from millrace.storage.clients import make_full_key
 from millrace.storage.signed import can_sign
 from millrace.testing.gcs import GCSServer
 from millrace.testing.r2 import R2Proxy
@@ -178,6 +181,33 @@ def test_the_verbs_that_read_a_folder_work_in_a_forked_process(tmp_path: Path) -
             read(store, key)
         with pytest.raises(here.type):
             call_in_fork(lambda key=key: read(store, key))
+
+
+def test_a_forked_process_reads_the_bytes_of_compressed_objects(dataset: StoreSpec) -> None:
+    """As the parent does, whatever their Content-Encoding."""
+    store, body = open_store(dataset), gzip.compress(bytes(10_000))
+    client = make_boto3_client(store)
+    for key in ("whole", "part", "none"):
+        given = body[:-9] if key == "part" else body if key == "whole" else b"none"
+        client.put_object(
+            Bucket=store.location.bucket, Key=make_full_key(store, key), Body=given,
+            ContentEncoding="gzip",
+        )  # fmt: skip
+
+    def call_all() -> list[Any]:
+        return [
+            read(store, "whole"),
+            read_range(store, "whole", 5, 20),
+            read_range(store, "whole", 0, len(body), size=len(body)),
+            b"".join(stream(store, "whole", block_size=7)),
+            head(store, "whole"),
+            read(store, "part"),
+            read(store, "none"),
+        ]
+
+    expected = call_all()
+    assert expected[0] == body
+    assert call_in_fork(call_all) == expected
 
 
 def check_verbs(store: Store) -> None:
