@@ -557,7 +557,8 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     ``STORAGE_BACKEND=local`` with ``LOCAL_STORAGE_PATH``, or ``STORAGE_BACKEND=s3`` with
     ``CHECKPOINT_BUCKET`` (a bucket, or any URL) and ``AWS_ACCESS_KEY_ID``,
     ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_ENDPOINT_URL`` or
-    ``AWS_ENDPOINT``, ``AWS_REGION``, ``AWS_CA_BUNDLE``. An empty variable counts as unset.
+    ``AWS_ENDPOINT``, ``AWS_REGION``, ``AWS_CA_BUNDLE``. Only an ``s3://`` URL takes the
+    endpoint and the region, and no ``gs://`` URL takes the keys. An empty variable counts as unset.
 
     Raises:
         ConfigurationError: Variables are missing. The message names all of them.
@@ -568,21 +569,25 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     needed = {"local": ["LOCAL_STORAGE_PATH"], "s3": ["CHECKPOINT_BUCKET"]}.get(backend)
     if needed is None:
         raise ConfigurationError(f"STORAGE_BACKEND is {backend!r}: write local or s3.")
-    if env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_SECRET_ACCESS_KEY"):
-        needed += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"] if backend == "s3" else []
+    bucket = env.get("CHECKPOINT_BUCKET", "")
+    url = bucket if "://" in bucket else f"s3://{bucket}"
+    scheme = url.partition(":")[0].lower()
+    is_s3, takes_pair = scheme == Backend.S3, scheme in {Backend.S3, Backend.R2}
+    has_pair = bool(env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_SECRET_ACCESS_KEY"))
+    if backend == "s3" and takes_pair and has_pair:
+        needed += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
     missing = [name for name in needed if not env.get(name)]
     if missing:
         raise ConfigurationError(f"With STORAGE_BACKEND={backend}, set {' and '.join(missing)}.")
     if backend == "local":
         return StoreSpec(url=str(Location.parse(env["LOCAL_STORAGE_PATH"])))
-    bucket = env["CHECKPOINT_BUCKET"]
     if bucket.startswith(_ENVIRONMENT):
         raise ConfigurationError(
             f"CHECKPOINT_BUCKET is {bucket}, which is the store that it names itself. Write the "
             "bucket, or a URL such as s3://bucket/prefix."
         )
     credentials = None
-    if env.get("AWS_ACCESS_KEY_ID"):
+    if takes_pair and has_pair:
         token = env.get("AWS_SESSION_TOKEN")
         credentials = Credentials(
             access_key_id=env["AWS_ACCESS_KEY_ID"],
@@ -590,10 +595,10 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
             session_token=SecretStr(token) if token else None,
         )
     return StoreSpec(
-        url=bucket if "://" in bucket else f"s3://{bucket}",
+        url=url,
         credentials=credentials,
-        endpoint=_read_endpoint(env),
-        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        endpoint=_read_endpoint(env) if is_s3 else None,
+        region=(env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")) if is_s3 else None,
         account_id=env.get("R2_ACCOUNT_ID"),
         ca_file=Path(env["AWS_CA_BUNDLE"]) if env.get("AWS_CA_BUNDLE") else None,
     )

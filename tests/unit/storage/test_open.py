@@ -193,6 +193,37 @@ def test_the_environment_names_a_bucket_and_its_credentials():
     assert spec.credentials.secret_access_key.get_secret_value() == "secret"
 
 
+@pytest.mark.parametrize(
+    ("url", "has_endpoint", "has_key"),
+    [
+        ("bucket", True, True),
+        ("s3://bucket/a", True, True),
+        (f"r2://{ACCOUNT}/bucket", False, True),
+        ("gs://bucket/a", False, False),
+    ],
+)
+def test_a_url_of_the_environment_takes_the_variables_of_its_store(
+    url, has_endpoint, has_key, no_aws
+):
+    no_aws.setenv("STORAGE_BACKEND", "s3")
+    no_aws.setenv("CHECKPOINT_BUCKET", url)
+    no_aws.setenv("AWS_ENDPOINT_URL", MINIO)
+    no_aws.setenv("AWS_REGION", "eu-west-1")
+    no_aws.setenv("AWS_ACCESS_KEY_ID", "id")
+    no_aws.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    spec = StoreSpec(url="env://")
+    assert (spec.endpoint, spec.region) == ((MINIO, "eu-west-1") if has_endpoint else (None, None))
+    assert (spec.credentials == KEY) is has_key
+    no_aws.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    assert open_store("env://").bucket_id == open_store(spec.url).bucket_id
+    no_aws.delenv("AWS_SECRET_ACCESS_KEY")
+    if has_key:
+        with pytest.raises(errors.ConfigurationError, match="set AWS_SECRET_ACCESS_KEY"):
+            open_store("env://")
+    else:
+        assert open_store("env://").url == url
+
+
 def test_a_url_can_be_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("STORAGE_BACKEND", "s3")
     monkeypatch.setenv("CHECKPOINT_BUCKET", "s3://bucket/below")
