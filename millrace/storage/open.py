@@ -30,7 +30,7 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 READ_TIMEOUT = timedelta(seconds=30)
 """Longest time without a moved byte before a request to a store is given up."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
-_ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?$")
+_ENDPOINT = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?$")
 _AMAZON_ENDPOINT = "https://s3.amazonaws.com"
 _GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -531,6 +531,11 @@ def _apply_environment(spec: StoreSpec, location: Location) -> StoreSpec:
         region = spec.region or read_variable("AWS_REGION") or read_variable("AWS_DEFAULT_REGION")
         spec = spec.model_copy(update={"endpoint": endpoint, "region": region})
     if spec.endpoint and not _ENDPOINT.match(spec.endpoint):
+        if "@" in spec.endpoint:
+            raise ConfigurationError(
+                f"The endpoint of {spec.url} has a user or a password in it: write https://HOST or "
+                "http://HOST:PORT, and the keys in `credentials`."
+            )
         raise ConfigurationError(
             f"The endpoint {spec.endpoint!r} is not a URL: write https://HOST or http://HOST:PORT, "
             "in `endpoint` or AWS_ENDPOINT_URL."

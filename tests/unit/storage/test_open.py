@@ -344,6 +344,15 @@ def test_options_that_only_obstore_would_follow_are_refused(url, name, setting, 
         open_store(StoreSpec(url=url, options={name: SecretStr("https://minio.example")}))
 
 
+@pytest.mark.parametrize("url", ["s3://bucket", f"r2://{ACCOUNT}/bucket", "gs://bucket"])
+@pytest.mark.parametrize("scheme", ["http://", "https://", ""])
+def test_an_endpoint_with_a_password_is_refused_and_not_shown(url, scheme, no_aws):
+    with pytest.raises(errors.ConfigurationError, match="in `credentials`") as refusal:
+        open_store(url, endpoint=f"{scheme}user:secret@minio.example:9000")
+    assert "secret" not in str(refusal.value)
+    assert open_store("s3://bucket", endpoint="https://minio.example/a@b").endpoint
+
+
 @pytest.mark.parametrize(
     ("url", "options", "named"),
     [
