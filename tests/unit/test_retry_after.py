@@ -31,6 +31,13 @@ def test_each_form_of_a_date_is_in_utc(date, monkeypatch):
     assert parse_retry_after(date) == 60.0
 
 
+@pytest.mark.parametrize(
+    "text", ["3601", "1e300", "inf", "9" * 400, "Wed, 21 Oct 9999 07:28:00 GMT"]
+)
+def test_no_pause_is_longer_than_an_hour(text):
+    assert parse_retry_after(text) == 3600.0
+
+
 @pytest.mark.parametrize("text", ["", "-5", "nan", "soon", "Wed, 21 Oct 99999 07:28:00 GMT"])
 def test_a_value_that_asks_for_no_pause_is_none(text):
     assert parse_retry_after(text) == 0.0
