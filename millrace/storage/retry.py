@@ -75,6 +75,8 @@ _NO_ASCII = re.compile(
 )
 """Refusal of an object's attribute by obstore, or by boto3."""
 _INVALID = "Parameter validation failed"  # by boto3, which has sent nothing
+_NO_LENGTH = "Generic GCS error: Content-Length Header missing"
+"""Refusal by obstore of an answer of Google without the length of the body."""
 _PROVIDER = "External GCP credential provider"
 _TRANSIENT = {
     "BadDigest",  # the bytes have changed on their way to the store
@@ -420,6 +422,12 @@ def _translate_attribute(error: BaseException, where: str) -> errors.MillraceErr
             f"{where}: {clean_text(next(filter(None, found.groups())))} of its metadata has other "
             "characters than ASCII, which clients of S3 refuse. Write the object again, with other "
             "metadata."
+        )
+    if _NO_LENGTH in said:
+        return errors.MillraceError(
+            f"{where}: the store does not send the length of the object. Google decompresses an "
+            "object with `Content-Encoding: gzip`, and sends no length. Give the object the "
+            "metadata `Cache-Control: no-transform`, or write it without a Content-Encoding."
         )
     if said.startswith(_INVALID):
         return errors.MillraceError(f"{where}: {errors.format_error(error)}")

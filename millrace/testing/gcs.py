@@ -1,8 +1,9 @@
 """Google Cloud Storage's XML API, as much of it as obstore's ``GCSStore`` speaks.
 
 A process of its own, in memory, on 127.0.0.1. It asks for no authentication until a service account
-is made. Objects (whole, ranges, conditions on the ETag and the generation), listings, multipart
-uploads and copies; permissions that can be denied, and asked for by the JSON API. Source: "XML API"
+is made. Objects (whole, ranges, conditions on the ETag and the generation; decompressed if their
+``Content-Encoding`` is gzip), listings, multipart uploads and copies; permissions that can be
+denied, and asked for by the JSON API. Sources: "XML API", "Transcoding of gzip-compressed files"
 and "Buckets: testIamPermissions" of the Cloud Storage documentation, and the ``object_store``
 crate's ``gcp`` module.
 
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import gzip
 import hashlib
 import itertools
 import json
@@ -460,6 +462,8 @@ def _read(stored: _Object, request: web.BaseRequest) -> web.Response:
     _check_generation(stored, request)
     if _etag_matches(request.headers.get("If-None-Match"), stored):
         return web.Response(status=304, headers=headers)
+    if _is_transcoded(stored, request):
+        return _transcode(stored, headers)
     size = len(stored.data)
     asked = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("Range", ""))
     if asked is None or request.method == "HEAD":
@@ -472,6 +476,28 @@ def _read(stored: _Object, request: web.BaseRequest) -> web.Response:
         raise _Error(416, "InvalidRange")
     headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
     return web.Response(status=206, headers=headers, body=stored.data[start:end])
+
+
+def _is_transcoded(stored: _Object, request: web.BaseRequest) -> bool:
+    """Decide whether Google decompresses an object for a client, whose range it ignores."""
+    about = {name.lower(): value.lower() for name, value in stored.headers.items()}
+    return (
+        about.get("content-encoding") == "gzip"
+        and "no-transform" not in about.get("cache-control", "")
+        and "gzip" not in request.headers.get("Accept-Encoding", "")
+    )
+
+
+def _transcode(stored: _Object, headers: dict[str, str]) -> web.Response:
+    """Return the decompressed object, whose length is not announced."""
+    shown = {name: value for name, value in headers.items() if name.lower() != "content-encoding"}
+    shown |= {
+        "x-goog-stored-content-encoding": "gzip",
+        "x-goog-stored-content-length": str(len(stored.data)),
+    }
+    answer = web.Response(headers=shown, body=gzip.decompress(stored.data))
+    answer.enable_chunked_encoding()
+    return answer
 
 
 def _chosen(upload: _Upload, completion: bytes) -> list[bytes]:

@@ -1,3 +1,4 @@
+import gzip
 import os
 from datetime import timedelta
 
@@ -11,10 +12,13 @@ from millrace.storage import (
     Credentials,
     create,
     delete,
+    head,
     list_objects,
     open_store,
+    open_writer,
     put,
     read,
+    read_range,
     stream,
 )
 from millrace.storage.retry import translate_error
@@ -148,6 +152,22 @@ def test_two_writes_a_second_to_one_key_are_waited_for(store, r2):
         put(store, "hot", str(i).encode())
     assert read(store, "hot") == b"2"
     assert r2.count_refusals()
+
+
+def test_an_object_that_google_decompresses_is_named_at_once(request, gcs):
+    store, body = open_store(make_spec("gcs", request)), gzip.compress(b"a" * 50)
+    for key, about in (("a", {}), ("b", {"Cache-Control": "no-transform"})):
+        with open_writer(store, key, attributes={"Content-Encoding": "gzip", **about}) as writer:
+            writer.write(body)
+    before = len(gcs.list_requests())
+    for act in (read, head, lambda store, key: read_range(store, key, 3, 7)):
+        with pytest.raises(errors.MillraceError, match=r"/a: .*Content-Encoding: gzip") as refusal:
+            act(store, "a")
+        assert not isinstance(refusal.value, errors.UnavailableError)
+    assert len(gcs.list_requests()) == before + 3
+    assert read(store, "b") == body
+    assert head(store, "b").size == len(body)
+    assert read_range(store, "b", 3, 7) == body[3:7]
 
 
 def test_retry_after_is_a_number_or_a_date():
