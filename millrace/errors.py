@@ -56,6 +56,10 @@ class UnavailableError(MillraceError):
     status: int | None = None
 
 
+class UploadGoneError(UnavailableError):
+    """An upload was completed or aborted by another request. The object may have been written."""
+
+
 class NoProgressError(MillraceError):
     """A training goes on without effect: the aggregator takes no worker's gradient."""
 

@@ -44,7 +44,7 @@ from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
 from millrace.storage.object_keys import find_segment_fault
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, copy_with_signature, shows_md5
-from millrace.storage.write import PART_SIZE, Writer
+from millrace.storage.writer import PART_SIZE, Writer
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -148,7 +148,7 @@ class ObjectCopier:
         """
         try:
             return self._copy(stat)
-        except errors.NotFoundError:
+        except (errors.NotFoundError, errors.UploadGoneError):
             written = self._find_target(stat)
             if written is not None and self._are_equal(stat, written):
                 return True
@@ -432,7 +432,7 @@ class ObjectCopier:
         return has_note or (bool(etag) and found == etag)
 
     def _stream_parts(self, stat: Stat, size: int, headers: Mapping[str, Any], etag: str) -> bool:
-        """Copy an object part by part with obstore, which takes a third of the time of boto3.
+        """Copy an object part by part as one stream, without boto3 for the bytes.
 
         If this process is killed, the next one finds the parts, and sends the others.
         """

@@ -52,9 +52,9 @@ from millrace.storage.write import (
     delete_one,
     list_uploads,
     measure_upload,
-    open_writer,
     put,
 )
+from millrace.storage.writer import open_writer
 
 __all__ = [
     "Backend",

@@ -4,8 +4,8 @@
 ``async for stat in asynchronous.list_objects(store, "prefix/")``. The arguments, results, errors,
 retries and checks are those of the verb, since a twin calls its verb in a thread. Up to 64 verbs of
 a process run at a time, and others wait. If a task is cancelled, the request under way ends in its
-thread, and may still succeed. It is not tried again, unless obstore retries it: a part of
-`open_writer`, or a page of a listing.
+thread, and may still succeed. It is not tried again, except for a page of a
+listing, and for a part of `open_writer` until its context ends.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from millrace import storage
 from millrace.errors import ConfigurationError
 from millrace.storage.retry import limit_retries
-from millrace.storage.write import Writer
+from millrace.storage.writer import Writer
 from millrace.threads import DaemonThreadPool
 
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ class AsyncWriter:
     def _end(self, error: BaseException | None) -> None:
         """Complete the object, or abort it after an error, once no write is under way."""
         with self._lock:
-            self._writer = None  # the last reference goes before the parts are aborted
+            self._writer = None
             if error is None:
                 self._manager.__exit__(None, None, None)
             else:

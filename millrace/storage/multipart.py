@@ -5,28 +5,41 @@ ones. Without a proof that the parts are right, the object would be a mixture of
 the ETag of the whole object is computed from those of the parts before the object appears.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from millrace.errors import CorruptError, ExistsError, NotFoundError
+from millrace.errors import (
+    CorruptError,
+    DeniedError,
+    ExistsError,
+    MillraceError,
+    NotFoundError,
+    UploadGoneError,
+)
+from millrace.formatting import clean_text
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.etags import combine_etags
 from millrace.storage.open import Store
 from millrace.storage.retry import call_boto3
+from millrace.storage.signed import shows_md5
 from millrace.storage.write import UnfinishedUpload, abort_upload, list_uploads
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef
 
 MIN_PART_SIZE = 5 << 20
 """Smallest size of a part, except for the last one, of S3 and R2."""
 MAX_PARTS = 10_000
 """Largest number of parts of an object, of S3 and R2."""
+_CLOCK_STEP = timedelta(seconds=1)  # S3 and HTTP tell times in seconds
 _MAX_CANDIDATES = 20  # unfinished uploads of a key whose parts are listed
 
 
@@ -104,7 +117,7 @@ class PartUpload:
     ) -> None:
         self._store, self._key, self._source = store, key, source
         self._etag, self._headers, self._overwrite = etag, headers or {}, overwrite
-        self._concurrency = concurrency
+        self._concurrency, self._size = concurrency, size
         self._parts: list[UploadPart] = [
             UploadPart(number, start, min(size, start + part_size))
             for number, start in enumerate(range(0, size, part_size), start=1)
@@ -122,7 +135,7 @@ class PartUpload:
             ExistsError: There is an object, and ``overwrite`` is false.
             CorruptError: The parts do not have the ETag of the object, or the source refuses one.
                 No object was written.
-            NotFoundError: Another process has completed or aborted the upload.
+            UploadGoneError: Another process has completed or aborted the upload.
         """
         self.find_right_parts()
         for upload, done in self._found or ():
@@ -132,7 +145,8 @@ class PartUpload:
                 return self._complete(upload, done)
             abort_upload(self._store, upload)  # parts of another content with the same sizes
         self.reused_bytes = 0
-        upload, done = self._begin(), dict[int, str]()
+        upload = begin_upload(self._store, self._key, self._headers, self._client)
+        done = dict[int, str]()
         etag = self._send_missing(upload, done)
         if self._etag and etag != self._etag:
             abort_upload(self._store, upload)
@@ -179,15 +193,6 @@ class PartUpload:
                 done[number] = etag
         return done
 
-    def _begin(self) -> UnfinishedUpload:
-        begun = call_boto3(
-            self._store,
-            self._key,
-            lambda client: client.create_multipart_upload(**self._target, **self._headers),
-            client=self._client,
-        )
-        return UnfinishedUpload(self._key, begun["UploadId"], datetime.now(UTC))
-
     def _send_missing(self, upload: UnfinishedUpload, done: dict[int, str]) -> str:
         """Send the parts that are not done, and return the ETag of the whole object."""
         missing = [part for part in self._parts if part.number not in done]
@@ -203,6 +208,11 @@ class PartUpload:
         except CorruptError:  # its parts are of no use
             abort_upload(self._store, upload)
             raise
+        except (DeniedError, NotFoundError):
+            if not done:  # otherwise another source may send the missing parts
+                with suppress(MillraceError):
+                    abort_upload(self._store, upload)
+            raise
         return combine_etags([done[part.number] for part in self._parts])
 
     def _send(self, upload: UnfinishedUpload, part: UploadPart) -> str:
@@ -211,37 +221,131 @@ class PartUpload:
         def send(client: "S3Client") -> str:
             return self._source.send(client, names, part).strip('"')
 
-        return call_boto3(self._store, self._key, send, client=self._client)
+        try:
+            return call_boto3(self._store, self._key, send, client=self._client)
+        except NotFoundError as error:
+            raise_if_gone(error, self._store, self._key)
+            raise
 
     def _complete(self, upload: UnfinishedUpload, done: Mapping[int, str]) -> str:
-        if not self._overwrite and self._read_etag():
+        if not self._overwrite and self._has_object():
             abort_upload(self._store, upload)
             raise ExistsError(f"{self._store.make_url(self._key)} already exists.")
-        parts: Any = [{"PartNumber": number, "ETag": done[number]} for number in sorted(done)]
+        return complete_upload(
+            self._store,
+            upload,
+            [done[part.number] for part in self._parts],
+            self._size,
+            self._client,
+        )
 
-        def complete(client: "S3Client") -> str:
-            answer = client.complete_multipart_upload(
-                **self._target, UploadId=upload.id, MultipartUpload={"Parts": parts}
-            )
-            return answer["ETag"].strip('"')
+    def _has_object(self) -> bool:
+        return find_object(self._store, self._key, self._client) is not None
 
-        try:
-            etag = call_boto3(self._store, self._key, complete, client=self._client)
-        except NotFoundError:  # an earlier try has completed the upload, and its answer was lost
-            etag = self._read_etag()
-            if etag != combine_etags([done[number] for number in sorted(done)]):
-                raise
-        return etag or self._read_etag()  # Ceph's answer about a key like "\t" has none
 
-    def _read_etag(self) -> str:
-        """Return the ETag of the object; empty if there is none. obstore refuses some keys."""
-        try:
-            found = call_boto3(
-                self._store,
-                self._key,
-                lambda client: client.head_object(**self._target),
-                client=self._client,
-            )
-        except NotFoundError:
-            return ""
-        return found["ETag"].strip('"')
+def begin_upload(
+    store: Store, key: str, headers: Mapping[str, Any], client: "S3Client"
+) -> UnfinishedUpload:
+    """Begin a multipart upload of an object. If an answer is lost, an empty upload is left.
+
+    Args:
+        store: Store that the object is written to.
+        key: Key of the object.
+        headers: Arguments of boto3 for the object, such as ``ContentType``.
+        client: Client of the store that tries each request once.
+    """
+    target: Any = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+    begun = call_boto3(
+        store, key, lambda s3: s3.create_multipart_upload(**target, **headers), client=client
+    )
+    date = begun["ResponseMetadata"]["HTTPHeaders"].get("date")
+    started_at = parsedate_to_datetime(date) if date else datetime.now(UTC)
+    return UnfinishedUpload(key, begun["UploadId"], started_at)
+
+
+def complete_upload(
+    store: Store, upload: UnfinishedUpload, etags: Sequence[str], size: int, client: "S3Client"
+) -> str:
+    """Complete an upload, and return the ETag of the object.
+
+    If the answer to a try is lost, the next one finds no upload. Then the object shows whether the
+    upload was completed.
+
+    Args:
+        store: Store that the object is written to.
+        upload: Upload that all parts have been sent to.
+        etags: ETags of the parts, in order.
+        size: Bytes of the object.
+        client: Client of the store that tries each request once.
+
+    Raises:
+        UploadGoneError: There is no such upload, and no object that it has certainly made.
+    """
+    target: Any = {"Bucket": store.location.bucket, "Key": make_full_key(store, upload.key)}
+    parts: Any = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+
+    def complete(s3: "S3Client") -> str:
+        answer = s3.complete_multipart_upload(
+            **target, UploadId=upload.id, MultipartUpload={"Parts": parts}
+        )
+        return answer["ETag"].strip('"')
+
+    try:
+        etag = call_boto3(store, upload.key, complete, client=client)
+    except NotFoundError as error:
+        found = find_object(store, upload.key, client)
+        if found is None or not _is_result(found, upload, etags, size):
+            raise _make_gone_error(store, upload.key) from error
+        etag = ""
+    else:
+        found = None if etag else find_object(store, upload.key, client)
+    # Ceph's answer about a key like "\t" has no ETag.
+    return etag or ("" if found is None else found["ETag"].strip('"'))
+
+
+def find_object(store: Store, key: str, client: "S3Client") -> "HeadObjectOutputTypeDef | None":
+    """Return the description of an object; None without one. obstore refuses some keys."""
+    target: Any = {"Bucket": store.location.bucket, "Key": make_full_key(store, key)}
+    try:
+        return call_boto3(store, key, lambda s3: s3.head_object(**target), client=client)
+    except NotFoundError:
+        return None
+
+
+def raise_if_gone(error: BaseException, store: Store, key: str) -> None:
+    """Raise the error of an upload that a store does not have any more, if a request shows this.
+
+    Args:
+        error: Error of a client, or of Millrace with such a cause.
+        store: Store of the upload.
+        key: Key of the object.
+
+    Raises:
+        UploadGoneError: There is no such upload.
+    """
+    if "NoSuchUpload" in f"{error} {error.__cause__}":
+        raise _make_gone_error(store, key) from error
+
+
+def _make_gone_error(store: Store, key: str) -> UploadGoneError:
+    return UploadGoneError(
+        f"{clean_text(store.make_url(key))}: the upload is gone. Another process has aborted it, "
+        "or the object was written and replaced. Look at the object, or write it again."
+    )
+
+
+def _is_result(
+    found: "HeadObjectOutputTypeDef", upload: UnfinishedUpload, etags: Sequence[str], size: int
+) -> bool:
+    """Decide whether an object is the result of an upload.
+
+    The ETag decides if it is made of MD5s. Otherwise, the size, the number of parts and the time
+    decide.
+    """
+    etag = found["ETag"].strip('"')
+    if etag == combine_etags(etags):
+        return True
+    if shows_md5(found["ResponseMetadata"]["HTTPHeaders"]):
+        return False
+    is_new = found["LastModified"] >= upload.started_at - _CLOCK_STEP
+    return is_new and found["ContentLength"] == size and etag.endswith(f"-{len(etags)}")

@@ -5,6 +5,8 @@ the connection is encrypted and the store checks a CRC-64/NVME (as R2 and S3 do)
 SHA-256. A SHA-256 takes 0.7 to 2.7 CPU seconds per GB, and a CRC takes 0.1. obstore does not show
 the headers of an answer, from which this module learns what the store checks.
 
+`send_part` sends a part of a multipart upload.
+
 `copy_with_signature` lets a store copy an object between its buckets.
 
 `iterate_with_signature` and `head_with_signature` read, where obstore cannot be used.
@@ -123,6 +125,47 @@ def put_with_signature(store: Store, key: str, data: bytes | bytearray | memoryv
         GenericError: The request failed, or the key has relative segments.
     """
     _raise_failure("PUT", _put_body(store, key, data, {}))
+
+
+def send_part(
+    store: Store,
+    key: str,
+    upload_id: str,
+    number: int,
+    data: bytes | bytearray | memoryview,
+    *,
+    use_crc: bool,
+    is_stopped: Callable[[], bool] | None = None,
+) -> str:
+    """Send a part of a multipart upload. One try of one request.
+
+    Args:
+        store: Store for which `can_sign` returns true.
+        key: Key of the object.
+        upload_id: Identifier of the upload, which has begun with the algorithm CRC64NVME if
+            ``use_crc`` is true, and without one otherwise.
+        number: Number of the part, from 1.
+        data: Contiguous bytes of the part.
+        use_crc: Whether the store checks a CRC-64/NVME, not a signed SHA-256.
+        is_stopped: Function that decides before each MiB whether to stop.
+
+    Returns:
+        ETag of the part, without its quotes.
+
+    Raises:
+        StoppedError: ``is_stopped`` returned true.
+        GenericError: The request failed.
+    """
+    if use_crc:
+        checks = {"x-amz-content-sha256": _UNSIGNED, _CRC_HEADER: encode_crc64(data)}
+    else:
+        checks = {"x-amz-content-sha256": hashlib.sha256(data).hexdigest()}
+    headers = {"content-length": str(len(data)), **checks}
+    query = f"partNumber={number}&uploadId={quote(upload_id, safe='-_.~')}"
+    body = _iterate_chunks(memoryview(data), is_stopped)
+    answer = _send_request(store, "PUT", key, headers, body, query=query)
+    _raise_failure("PUT", answer)
+    return answer.headers.get("etag", "").strip('"')
 
 
 def copy_with_signature(
@@ -394,6 +437,7 @@ def _send_request(
     headers: dict[str, str],
     body: Iterator[memoryview] | None = None,
     *,
+    query: str = "",
     preload: bool = True,
 ) -> "BaseHTTPResponse":
     from urllib3.exceptions import HTTPError  # noqa: PLC0415
@@ -402,12 +446,13 @@ def _send_request(
     name = quote(f"/{store.location.bucket}/{make_full_key(store, key)}", safe="/-_.~")
     path = endpoint.path + name
     headers = {**headers, "host": endpoint.netloc}
+    headers = {**_sign_headers(method, headers, path, query, store), "user-agent": "millrace"}
     try:
         return _make_pool(str(store.spec.ca_file) if store.spec.ca_file else None).request(
             method,
-            f"{endpoint.scheme}://{endpoint.netloc}{path}",
+            f"{endpoint.scheme}://{endpoint.netloc}{path}{query and '?' + query}",
             body=body,  # pyright: ignore[reportArgumentType] - urllib3 accepts any buffer
-            headers={**_sign_headers(method, headers, path, store), "user-agent": "millrace"},
+            headers=headers,
             retries=False,
             redirect=False,
             preload_content=preload,
@@ -442,7 +487,9 @@ def _make_pool(ca_file: str | None) -> "PoolManager":
 os.register_at_fork(after_in_child=_make_pool.cache_clear)  # a connection belongs to one process
 
 
-def _sign_headers(method: str, headers: dict[str, str], path: str, store: Store) -> dict[str, str]:
+def _sign_headers(
+    method: str, headers: dict[str, str], path: str, query: str, store: Store
+) -> dict[str, str]:
     """Return the headers of a request with their signature."""
     credentials, region = store.spec.credentials, store.region or "us-east-1"
     assert credentials is not None
@@ -453,7 +500,7 @@ def _sign_headers(method: str, headers: dict[str, str], path: str, store: Store)
     names = sorted(headers)
     lines = [f"{name}:{headers[name]}" for name in names]
     request = "\n".join(
-        [method, path, "", *lines, "", ";".join(names), headers["x-amz-content-sha256"]]
+        [method, path, query, *lines, "", ";".join(names), headers["x-amz-content-sha256"]]
     )
     scope = f"{now[:8]}/{region}/s3/aws4_request"
     text = "\n".join(["AWS4-HMAC-SHA256", now, scope, hashlib.sha256(request.encode()).hexdigest()])

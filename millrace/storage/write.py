@@ -1,48 +1,43 @@
 """Write, copy and delete objects, and abort unfinished uploads."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError
 
 from millrace import errors
 from millrace.extras import import_extra_module
 from millrace.storage.clients import make_boto3_client, make_full_key
-from millrace.storage.file_writer import write_file
 from millrace.storage.object_keys import (
     check_key,
     find_key_fault,
     find_size_fault,
     make_key_error,
 )
-from millrace.storage.open import Backend, Store, open_with_crc
+from millrace.storage.open import Backend, Store
 from millrace.storage.retry import (
     call_boto3,
     call_with_retries,
-    require_client,
     translate_error,
 )
 from millrace.storage.signed import (
     can_sign,
     create_with_signature,
-    has_crc_check,
     put_with_signature,
 )
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
     from mypy_boto3_s3.type_defs import ListMultipartUploadsOutputTypeDef
-    from obstore import Attributes
 
 Bytes = bytes | bytearray | memoryview
 
-PART_SIZE = 16 * 1024 * 1024
 _BATCH = 1000  # objects or uploads per request: the limit of S3
 _WRITE_SIZE = 1024 * 1024  # bytes of a write to a file
 _LARGE = 256 * 1024  # bytes from which obstore's SHA-256 of a body is worth avoiding
@@ -155,67 +150,6 @@ def _confirm_exists(store: Store, key: str) -> None:
         obstore.head(store.raw, key)
     except FileNotFoundError as error:
         raise GenericError("The store is still deciding between two creates.") from error
-
-
-class Writer(Protocol):
-    """Destination of the bytes of a streamed object."""
-
-    def write(self, data: bytes, /) -> int:
-        """Write the next bytes. The call waits while enough parts are being sent."""
-        ...
-
-
-@contextlib.contextmanager
-def open_writer(
-    store: Store,
-    key: str,
-    *,
-    part_size: int = PART_SIZE,
-    concurrency: int = 4,
-    attributes: "Attributes | None" = None,
-) -> Generator[Writer]:
-    """Open a writer of an object whose size is not known in advance.
-
-    The object appears when the block ends. If the block raises, no object appears. Parts have
-    equal sizes, as R2 demands. The store checks each part: against a CRC-64/NVME if an earlier
-    upload has shown that it does, and against a signed SHA-256 otherwise. Memory is about
-    ``part_size * (concurrency + 1)``. A file of a folder is written as by `write_file`.
-
-    Args:
-        store: Store to write to.
-        key: Key of the object, which is replaced if it exists.
-        part_size: Bytes of a part: at least 5 MiB, and at least 1/10,000 of the object.
-        concurrency: Number of parts that are sent at once.
-        attributes: Attributes of the object, such as ``Content-Type``, and its metadata.
-
-    Raises:
-        ConfigurationError: The key is invalid.
-    """
-    check_key(store, key)
-    require_client(store)
-    if store.location.backend is Backend.FILE:
-        with write_file(store, key, overwrite=True) as file:
-            yield file
-        return
-    raw = open_with_crc(store) if can_sign(store) and has_crc_check(store) else store.retrying
-    writer = obstore.open_writer(
-        raw, key, buffer_size=part_size, max_concurrency=concurrency, attributes=attributes
-    )
-    earliest = datetime.now(UTC) - timedelta(minutes=5)  # the store's clock may differ
-    try:
-        yield writer
-        writer.close()
-    except BaseException as error:
-        # The upload is not completed. Its parts are billed until they are aborted.
-        del writer
-        with contextlib.suppress(errors.MillraceError, BaseError):
-            short_store = store.with_retry_timeout(timedelta(seconds=10))
-            for upload in list(list_uploads(short_store, key)):
-                if upload.key == key and upload.started_at > earliest:
-                    abort_upload(short_store, upload)
-        if isinstance(error, BaseError | OSError):
-            raise translate_error(error, store, key) from error
-        raise
 
 
 def copy(store: Store, source: str, target: str) -> None:

@@ -12,8 +12,6 @@ from urllib.parse import unquote, urlsplit
 
 from millrace.storage import Credentials, Store, open_store
 
-_MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
-
 
 @dataclass
 class Refusal:
@@ -64,6 +62,7 @@ class S3Endpoint:
         lost: Number of PUTs that are still to be done without an answer.
         has_create: Whether the endpoint heeds ``If-None-Match``.
         etag: ETag of every object; empty for none. The endpoint ignores ``If-Match``.
+        modified: ``Last-Modified`` of every object.
     """
 
     def __init__(self, url: str) -> None:
@@ -74,6 +73,7 @@ class S3Endpoint:
         self.lost = 0
         self.has_create = True
         self.etag = '"1"'
+        self.modified = "Mon, 01 Jan 2024 00:00:00 GMT"
 
     def open(self, *, path: str = "", retry_timeout: timedelta = timedelta(minutes=1)) -> Store:
         """Return a store at this endpoint, with a path after its host."""
@@ -165,7 +165,7 @@ def serve_s3(kind: type[EndpointT] = S3Endpoint) -> Iterator[EndpointT]:
             self.send_header("Content-Length", str(len(body)))
             for name, value in endpoint.list_headers(request).items():
                 self.send_header(name, value)
-            self.send_header("Last-Modified", _MODIFIED)
+            self.send_header("Last-Modified", endpoint.modified)
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)

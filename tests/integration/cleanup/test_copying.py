@@ -155,6 +155,7 @@ def test_copies_have_the_bytes_and_the_attributes(
     by_process = len(bodies["b parts ü+%20"])
     assert done.by_store == (sum(map(len, bodies.values())) - by_process if by_store else 0)
     assert {key: there.read(key) for key in there.list_etags()} == bodies
+    assert list(list_uploads(there.open())) == []
     for key in ("a/small", "a/whole", "c/odd parts"):
         described = there.client.head_object(Bucket=there.name, Key=key)
         assert (described["ContentType"], described["CacheControl"]) == ("text/x-odd", "no-store")

@@ -259,12 +259,23 @@ def test_a_writer_uses_the_crc_once_it_is_known_to_be_checked(store, r2, data):
     create(store, "a", data)
     assert write_parts("after") == [UNSIGNED] * 3
     r2.fail_next(Fault.DAMAGE, operation="UploadPart")
+    with open_writer(store, "damaged", part_size=5 * MIB) as writer:
+        writer.write(data * 4)
+    assert read(store, "damaged") == data * 4
+    assert r2.count_refusals() == {"BadDigest": 1}
+    assert list(list_uploads(store)) == []
+
+
+def test_a_part_whose_damage_does_not_end_is_raised(store, r2, data):
+    r2.fail_next(Fault.DAMAGE, 1000, operation="UploadPart")
+    hurried = store.with_retry_timeout(timedelta(seconds=1))
     with (
-        pytest.raises(errors.MillraceError, match="BadDigest"),
-        open_writer(store, "bad", part_size=5 * MIB) as writer,
+        pytest.raises(errors.UnavailableError, match=r"SHA256Mismatch|BadDigest"),
+        open_writer(hurried, "bad", part_size=5 * MIB) as writer,
     ):
         writer.write(data * 4)
-    assert [stat.key for stat in list_objects(store)] == ["a", "after", "before"]
+    r2.reset()
+    assert [stat.key for stat in list_objects(store)] == []
     assert list(list_uploads(store)) == []
 
 

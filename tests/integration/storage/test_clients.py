@@ -172,11 +172,11 @@ def test_credentials_that_are_given_are_not_mixed_with_the_environments(request,
         assert read(store, "a") == b"data"
 
 
-def test_a_writer_that_fails_leaves_anothers_upload_alone(request):
+def test_a_writer_that_fails_leaves_the_uploads_of_other_programs_alone(request):
     store = open_store(make_spec("rgw", request))
     client = make_boto3_client(store)
-    key = "below/here/x10"
-    theirs = client.create_multipart_upload(Bucket=store.location.bucket, Key=key)
+    keys = ["below/here/x1", "below/here/x10"]
+    theirs = [client.create_multipart_upload(Bucket=store.location.bucket, Key=key) for key in keys]
 
     def fail() -> None:
         with open_writer(store, "x1", part_size=5 << 20) as writer:
@@ -186,4 +186,4 @@ def test_a_writer_that_fails_leaves_anothers_upload_alone(request):
     with pytest.raises(ValueError, match="enough"):
         fail()
     left = client.list_multipart_uploads(Bucket=store.location.bucket)["Uploads"]
-    assert [upload["UploadId"] for upload in left] == [theirs["UploadId"]]
+    assert [upload["UploadId"] for upload in left] == [upload["UploadId"] for upload in theirs]

@@ -305,6 +305,22 @@ def test_a_writer_that_fails_publishes_nothing_and_leaves_nothing(store):
     assert list(list_uploads(store)) == []
 
 
+def test_a_writer_that_fails_leaves_other_writers_of_its_key_alone(store):
+    data = secrets.token_bytes(12 * MIB)
+
+    def fail() -> None:
+        with open_writer(store, "shared", part_size=5 * MIB) as writer:
+            writer.write(bytes(12 * MIB))
+            raise ValueError("enough")
+
+    with open_writer(store, "shared", part_size=5 * MIB) as writer:
+        writer.write(data)
+        with pytest.raises(ValueError, match="enough"):
+            fail()
+    assert read(store, "shared") == data
+    assert list(list_uploads(store)) == []
+
+
 def test_listing_takes_any_text_as_a_prefix(store):
     for key in ("a/b", "a/b-1", "a/b/c", "a/c", "ab", "b"):
         if not (key == "a/b/c" and store.location.backend is Backend.FILE):
