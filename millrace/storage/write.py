@@ -1,6 +1,9 @@
 """Write, copy and delete objects, and abort unfinished uploads."""
 
 import contextlib
+import errno
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,6 +44,7 @@ Bytes = bytes | bytearray | memoryview
 _BATCH = 1000  # objects or uploads per request: the limit of S3
 _WRITE_SIZE = 1024 * 1024  # bytes of a write to a file
 _LARGE = 256 * 1024  # bytes from which obstore's SHA-256 of a body is worth avoiding
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _LINKED = "is reached through a link, and was not deleted: remove the link itself"
 
 
@@ -339,7 +343,8 @@ def list_uploads(store: Store, prefix: str = "") -> Iterator[UnfinishedUpload]:
 def measure_upload(store: Store, upload: UnfinishedUpload) -> int:
     """Return the billed bytes of an unfinished upload. One request per 1,000 parts."""
     if store.location.backend is Backend.FILE:
-        return Path(upload.id).stat().st_size if Path(upload.id).exists() else 0
+        found = _stat_file(upload.id)
+        return 0 if found is None else found.st_size
     bucket, whole = store.location.bucket, make_full_key(store, upload.key)
 
     def sum_part_sizes(client: "S3Client") -> int:
@@ -377,11 +382,30 @@ def abort_upload(store: Store, upload: UnfinishedUpload) -> None:
 
 
 def _iterate_partial_files(folder: Path, prefix: str) -> Iterator[UnfinishedUpload]:
-    for file in folder.rglob("*#*"):
-        name, _, number = file.name.rpartition("#")
-        key = file.with_name(name).relative_to(folder).as_posix()
-        is_number = number.isascii() and number.isdigit()
-        if is_number and key.startswith(prefix) and file.is_file():
-            yield UnfinishedUpload(
-                key, str(file), datetime.fromtimestamp(file.stat().st_mtime, UTC)
-            )
+    for parent, _folders, names in os.walk(folder, onerror=_raise_unless_removed):
+        for full_name in names:
+            name, _, number = full_name.rpartition("#")
+            key = Path(parent, name).relative_to(folder).as_posix()
+            is_number = number.isascii() and number.isdigit()
+            if not (name and is_number and key.startswith(prefix)):
+                continue
+            path = os.path.join(parent, full_name)  # noqa: PTH118 - of os.walk
+            if (found := _stat_file(path)) is not None:
+                yield UnfinishedUpload(key, path, datetime.fromtimestamp(found.st_mtime, UTC))
+
+
+def _raise_unless_removed(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed, unless it is gone or may not be read."""
+    if error.errno not in _NO_FILE and not isinstance(error, PermissionError):
+        raise error
+
+
+def _stat_file(path: str) -> os.stat_result | None:
+    """Return the status of a file; None for others, and for one that was removed meanwhile."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - of os.walk
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None

@@ -10,6 +10,7 @@ import pytest
 from millrace import errors
 from millrace.storage import (
     Store,
+    abort_upload,
     copy,
     create,
     delete,
@@ -17,6 +18,8 @@ from millrace.storage import (
     head,
     list_folders,
     list_objects,
+    list_uploads,
+    measure_upload,
     open_store,
     open_writer,
     put,
@@ -108,6 +111,25 @@ def test_a_stream_that_fails_removes_its_own_partial_file_and_no_other(folder: P
             fail()
     assert read(store, "invoice") == b"2"
     assert sorted(one.name for one in folder.iterdir()) == ["invoice", "invoice#12"]
+
+
+def test_uploads_that_end_during_their_listing_are_left_out(folder: Path) -> None:
+    """Other processes rename and remove partial files, and remove empty folders."""
+    for name in ("a", "b", "c"):
+        (folder / name).mkdir()
+        for number in range(3):
+            (folder / name / f"k#{number}").write_bytes(b"1")
+    (folder / "#1").write_bytes(b"without a key")
+    store = open_store(str(folder))
+    uploads = list_uploads(store)
+    first = next(uploads)
+    for file in sorted(folder.rglob("k#*")):
+        file.unlink()
+    for subfolder in (folder / name for name in ("a", "b", "c")):
+        subfolder.rmdir()
+    assert list(uploads) == []
+    assert measure_upload(store, first) == 0
+    abort_upload(store, first)
 
 
 def test_a_file_where_a_key_needs_a_folder_is_no_object(folder: Path) -> None:
