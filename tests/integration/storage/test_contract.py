@@ -373,6 +373,18 @@ def test_a_copy_is_the_same_bytes(store):
     assert read(store, "b/c") == b"data"
 
 
+def test_a_copy_that_is_made_again_leaves_nothing_else(store):
+    put(store, "a", b"data")
+    for _ in range(3):
+        copy(store, "a", "b")
+    assert keys_of(store) == ["a", "b"]
+    assert list(list_uploads(store)) == []
+    put(store, "a", b"new")
+    assert read(store, "b") == b"data"
+    copy(store, "a", "b")
+    assert read(store, "b") == b"new"
+
+
 @pytest.mark.parametrize("prefix", ["0", "a/0", "a/00", "a/-0"])
 def test_listing_takes_a_prefix_that_ends_in_a_zero(store, prefix):
     """Right before a zero comes the slash, which no part of a key has."""
