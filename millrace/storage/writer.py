@@ -137,7 +137,8 @@ class _PartWriter:
         self._store, self._key, self._attributes = store, key, attributes
         self._part_size, self._concurrency = part_size, concurrency
         self._use_crc = has_crc_check(store)
-        self._buffer, self._size = bytearray(), 0
+        self._buffer = bytearray()
+        self._given = self._size = 0  # bytes passed to `write`, and those that it has taken
         self._upload: UnfinishedUpload | None = None
         self._client: S3Client | None = None
         self._parts = list[Future[str]]()
@@ -153,17 +154,27 @@ class _PartWriter:
         """
         left = memoryview(data).cast("B")
         size = len(left)
+        self._given += size
         while left:
             room = self._part_size - len(self._buffer)
             self._buffer += left[:room]
+            self._size += len(left[:room])
             left = left[room:]
             if len(self._buffer) == self._part_size:
                 self._send_buffer()
-        self._size += size
         return size
 
     def close(self) -> None:
-        """Send the last bytes, and complete the object."""
+        """Send the last bytes, and complete the object.
+
+        Raises:
+            MillraceError: The object could not be written, or a write of it has failed.
+        """
+        if self._given != self._size:
+            raise errors.StoppedError(
+                f"{self._store.make_url(self._key)}: a write has failed, so there is no object. "
+                "Write it again."
+            )
         if self._upload is None or self._client is None:
             self._put_whole()
             return

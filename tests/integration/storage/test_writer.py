@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
@@ -9,6 +10,7 @@ from millrace import errors
 from millrace.storage import (
     Store,
     abort_upload,
+    exists,
     head,
     list_uploads,
     open_store,
@@ -116,3 +118,20 @@ def test_another_object_than_the_written_one_is_no_success(
     losing._complete = complete_otherwise
     with pytest.raises(errors.UploadGoneError):
         write(losing.open(), bytes(12 * MIB))
+
+
+def test_a_failed_write_that_is_caught_publishes_no_part_of_the_object(
+    store: Store, r2: R2Proxy
+) -> None:
+    hurried = store.with_retry_timeout(timedelta(seconds=0))
+
+    def write_and_catch() -> None:
+        with open_writer(hurried, "a", part_size=5 * MIB) as writer:
+            r2.fail_next(Fault.ERROR500, operation="CreateMultipartUpload")
+            with pytest.raises(errors.UnavailableError):
+                writer.write(bytes(12 * MIB))
+
+    with pytest.raises(errors.StoppedError, match="a write has failed"):
+        write_and_catch()
+    assert not exists(store, "a")
+    assert list(list_uploads(store)) == []
