@@ -270,14 +270,14 @@ class DriverReader:
 
 
 def _read_until_equal(
-    read: Callable[[], T | None], is_expected: Callable[[T], bool], origin: str
+    read_once: Callable[[], T | None], is_expected: Callable[[T], bool], origin: str
 ) -> T | None:
     """Read until the result is the expected one, or equals that of an earlier read.
 
     The driver decides, so one wrong read of its own must not be enough.
 
     Args:
-        read: Reads once; returns None if no result is needed any more.
+        read_once: Reads, and returns None if no result is needed any more.
         is_expected: Tells whether nodes, or a digest of the object, have the same result.
         origin: Object, for the error.
 
@@ -286,7 +286,7 @@ def _read_until_equal(
     """
     found: list[T] = []
     for _ in range(_MAX_READS):
-        result = read()
+        result = read_once()
         if result is None or is_expected(result) or result in found:
             return result
         found.append(result)
