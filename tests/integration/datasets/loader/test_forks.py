@@ -184,7 +184,7 @@ def test_the_verbs_that_read_a_folder_work_in_a_forked_process(tmp_path: Path) -
 
 
 def test_a_forked_process_reads_the_bytes_of_compressed_objects(dataset: StoreSpec) -> None:
-    """As the parent does, whatever their Content-Encoding."""
+    """Read stored bytes like the parent, whatever their Content-Encoding is."""
     store, body = open_store(dataset), gzip.compress(bytes(10_000))
     client = make_boto3_client(store)
     for key in ("whole", "part", "none"):
