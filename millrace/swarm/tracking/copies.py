@@ -139,7 +139,8 @@ class CopyTable:
             self._reject(node, number)
         else:
             self._count_votes(number)
-            self._drop_if_untrusted(node, number)
+            if self._is_untrusted_copy(node, number):
+                self._reject(node, number)  # counted: else a liar would read it again forever
         self.request_read_if_needed(number)
 
     def settle(self, number: int, digest: str) -> None:
@@ -281,12 +282,16 @@ class CopyTable:
 
         Such a copy is no dispute, so the driver does not settle the piece.
         """
-        votes = self.pieces[number].votes
-        if node.trust.is_trusted or not votes.digest:
-            return
-        if votes.digests.get(node.id, votes.digest) != votes.digest:
+        if self._is_untrusted_copy(node, number):
             self._drop(node, number)
             self._waiting_nodes.enqueue(node, number)
+
+    def _is_untrusted_copy(self, node: NodeState, number: int) -> bool:
+        """Tell whether a node that is not trusted has a copy that differs from the decided one."""
+        votes = self.pieces[number].votes
+        if node.trust.is_trusted or not votes.digest:
+            return False
+        return votes.digests.get(node.id, votes.digest) != votes.digest
 
     def _reject(self, node: NodeState, number: int) -> None:
         """Order a node to drop a copy whose digest is wrong, or is no longer decided."""

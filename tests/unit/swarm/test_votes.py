@@ -194,6 +194,7 @@ def test_nodes_that_lie_each_for_itself_give_nobody_wrong_bytes(
 )
 @example(seed=6082, honest=1, liars=2, needs=1, pieces=19, late=1)
 @example(seed=18087, honest=1, liars=5, needs=2, pieces=8, late=1)
+@example(seed=132, honest=1, liars=2, needs=2, pieces=11, late=2)
 def test_nodes_that_give_only_to_some_hold_nobody_up(seed, honest, liars, needs, pieces, late):
     rng = random.Random(seed)
     swarm = Votes(Tracker([100] * pieces, votes_needed=[needs] * pieces, seed=seed), rng)
