@@ -8,16 +8,8 @@ from millrace.storage.list import (
     list_sorted_keys,
     marks_folder,
 )
-from millrace.storage.open import (
-    Backend,
-    Credentials,
-    Location,
-    Store,
-    StoreSettings,
-    StoreSpec,
-    open_store,
-    read_spec_from_environment,
-)
+from millrace.storage.locations import Backend, Location
+from millrace.storage.open import Store, open_store
 from millrace.storage.read import (
     Stat,
     describe_difference,
@@ -34,6 +26,7 @@ from millrace.storage.read import (
 from millrace.storage.retry import call_boto3
 from millrace.storage.scoped import Right, open_scoped_store, sign_url
 from millrace.storage.signed import fetch_stored_sha256, is_etag_md5, matches_stored_checksum
+from millrace.storage.spec import Credentials, StoreSettings, StoreSpec, read_spec_from_environment
 from millrace.storage.versions import (
     ObjectVersion,
     VersionCount,

@@ -11,7 +11,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from millrace.errors import ConfigurationError
-from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.obstore_clients import CONNECT_TIMEOUT, READ_TIMEOUT
+from millrace.storage.open import Store
 
 if TYPE_CHECKING:
     import boto3

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.storage.file_writer import MAX_NAME, PARTIAL_NAME
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 from millrace.storage.retry import translate_error
 from millrace.storage.write import LinkFinder, UnfinishedUpload, list_uploads
 

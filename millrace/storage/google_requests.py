@@ -13,7 +13,8 @@ from obstore.exceptions import GenericError
 
 from millrace.storage.clients import make_full_key
 from millrace.storage.google_credentials import load_google_credentials, translate_google_errors
-from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Store
+from millrace.storage.obstore_clients import CONNECT_TIMEOUT, READ_TIMEOUT
+from millrace.storage.open import Store
 from millrace.storage.retry import call_with_retries
 
 _TIMEOUT = urllib3.Timeout(

@@ -8,7 +8,8 @@ import obstore
 from obstore.exceptions import BaseError
 
 from millrace import errors
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 from millrace.storage.read import Stat, exists, make_stat
 from millrace.storage.retry import (
     RetryLoop,

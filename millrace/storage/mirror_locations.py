@@ -4,8 +4,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from millrace.storage.locations import Backend
 from millrace.storage.mirror_policy import CircuitBreaker, RelativeRate
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import Store
 from millrace.threads import DaemonThreadPool
 
 

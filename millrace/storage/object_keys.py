@@ -11,7 +11,8 @@ import re
 from millrace.errors import ConfigurationError
 from millrace.formatting import clean_text
 from millrace.storage.clients import make_full_key
-from millrace.storage.open import CONTROL, Backend, Store
+from millrace.storage.locations import CONTROL, Backend
+from millrace.storage.open import Store
 
 _MAX_SIZE = 1024  # bytes of a key in a bucket: the limit of S3, R2 and GCS
 _PARTIAL_FILE = re.compile(r"#\d+$")

@@ -19,8 +19,9 @@ from millrace.digest import (
     get_algorithm,
     make_hasher,
 )
+from millrace.storage.locations import Backend
 from millrace.storage.object_keys import check_key, find_key_fault
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import Store
 from millrace.storage.retry import call_with_retries
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from millrace.formatting import clean_text
 from millrace.retry_after import parse_retry_after
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.forks import note_folder_used
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -22,8 +22,10 @@ from pydantic import SecretStr
 
 from millrace.errors import ConfigurationError, DeniedError, format_error
 from millrace.storage.clients import make_key_pair
+from millrace.storage.locations import Backend
 from millrace.storage.object_keys import check_key
-from millrace.storage.open import Backend, Credentials, Store, open_store
+from millrace.storage.open import Store, open_store
+from millrace.storage.spec import Credentials
 
 _MIN_STS_TTL = timedelta(minutes=15)
 MAX_TTL = timedelta(days=7)

@@ -34,7 +34,9 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from millrace.digest import Algorithm
 from millrace.errors import StoppedError
 from millrace.storage.clients import make_full_key
-from millrace.storage.open import CONNECT_TIMEOUT, READ_TIMEOUT, Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.obstore_clients import CONNECT_TIMEOUT, READ_TIMEOUT
+from millrace.storage.open import Store
 from millrace.storage.read import check_content_range, check_etag
 
 if TYPE_CHECKING:

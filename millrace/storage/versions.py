@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from millrace import errors
 from millrace.storage.clients import make_boto3_client, make_full_key
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 from millrace.storage.retry import call_boto3
 from millrace.storage.write import ObjectFailure
 

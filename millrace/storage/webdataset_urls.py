@@ -13,7 +13,8 @@ from urllib.parse import unquote
 from webdataset.gopen import gopen_schemes  # pyright: ignore[reportUnknownVariableType]
 
 from millrace.errors import ConfigurationError
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 from millrace.storage.read import stream
 
 _stores: dict[str, Store] = {}

@@ -17,13 +17,14 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from millrace import errors
 from millrace.extras import import_extra_module
 from millrace.storage.clients import make_boto3_client, make_full_key
+from millrace.storage.locations import Backend
 from millrace.storage.object_keys import (
     check_key,
     find_key_fault,
     find_size_fault,
     make_key_error,
 )
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import Store
 from millrace.storage.retry import (
     call_boto3,
     call_with_retries,

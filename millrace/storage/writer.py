@@ -13,9 +13,10 @@ from obstore.exceptions import BaseError
 from millrace import errors
 from millrace.storage.clients import make_boto3_client
 from millrace.storage.file_writer import write_file
+from millrace.storage.locations import Backend
 from millrace.storage.multipart import begin_upload, complete_upload, raise_if_gone
 from millrace.storage.object_keys import check_key
-from millrace.storage.open import Backend, Store
+from millrace.storage.open import Store
 from millrace.storage.retry import (
     call_with_retries,
     limit_retries,

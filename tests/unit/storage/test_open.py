@@ -20,7 +20,7 @@ from millrace.storage import (
     read,
     read_spec_from_environment,
 )
-from millrace.storage.open import Location
+from millrace.storage.locations import Location
 from millrace.storage.signed import _get_endpoint
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"

@@ -225,7 +225,7 @@ def test_a_dataset_of_millrace_is_read_from_a_store_by_the_variables_of_templar(
         ("READ_SECRET_ACCESS_KEY", rgw.full.secret_access_key),
     ):
         monkeypatch.setenv(f"R2_DATASET_{name}", value)
-    monkeypatch.setattr("millrace.storage.open.resolve_endpoint", lambda *_: rgw.endpoint)
+    monkeypatch.setattr(StoreSpec, "resolve_endpoint", lambda *_: rgw.endpoint)
     pages = draw_pages(0, 4, 1)
     loader = make_loader(pages, length=32, pack=True)
     rows = [f"row {n}" for _, row, _ in pages for n in range(row, row + 100)]
