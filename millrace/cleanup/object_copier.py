@@ -1,8 +1,7 @@
 """Copy single objects into another store, each with a proof that the copy is right."""
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +9,14 @@ import obstore
 
 from millrace import errors
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
+from millrace.cleanup.copy_sides import CopySides, name_attributes, select_attributes
+from millrace.cleanup.object_comparer import SOURCE_ETAG, ObjectComparer
 from millrace.cleanup.part_senders import (
     PartSender,
     StorePartSender,
     UnprovenPartError,
-    read_part,
     read_whole,
 )
-from millrace.digest import compute_stream_digest
 from millrace.storage import (
     Backend,
     Stat,
@@ -25,17 +24,14 @@ from millrace.storage import (
     call_boto3,
     create,
     head,
-    make_boto3_client,
     marks_folder,
     open_writer,
     stream,
 )
-from millrace.storage.clients import make_full_key
 from millrace.storage.etags import (
     EtagHasher,
     ParsedEtag,
     compute_etag,
-    find_part_size,
     parse_etag,
 )
 from millrace.storage.file_writer import write_file
@@ -43,7 +39,7 @@ from millrace.storage.folders import check_file_key
 from millrace.storage.multipart import MAX_PARTS, MIN_PART_SIZE, PartUpload
 from millrace.storage.object_keys import find_segment_fault
 from millrace.storage.retry import call_with_retries
-from millrace.storage.signed import can_sign, copy_with_signature, shows_md5
+from millrace.storage.signed import can_sign, copy_with_signature
 from millrace.storage.writer import PART_SIZE, Writer
 
 if TYPE_CHECKING:
@@ -57,20 +53,6 @@ _MAX_PART_IN_MEMORY = 64 << 20  # bytes of a part that this process sends
 _MIB = 1 << 20
 _MAX_LARGE = 4  # large objects that are copied at once
 _MAX_SERVER_COPY = 5 << 30  # bytes that the store copies by one request: the limit of S3
-_SOURCE_ETAG = "millrace-source-etag"
-"""Metadata of a copy that is proven though its ETag differs from that of its source: the latter.
-
-It is written when the upload begins. So the upload is completed only if the store confirms the MD5
-of each part, or has copied the parts by itself.
-"""
-_ATTRIBUTES = {
-    "CacheControl": "Cache-Control",
-    "ContentDisposition": "Content-Disposition",
-    "ContentEncoding": "Content-Encoding",
-    "ContentLanguage": "Content-Language",
-    "ContentType": "Content-Type",
-}
-"""Attributes of an object that a copy has, as boto3 and obstore name them."""
 
 
 class ObjectCopier:
@@ -95,11 +77,9 @@ class ObjectCopier:
     ) -> None:
         self._source, self._destination, self._result = source, destination, result
         self._overwrite, self._dry_run = overwrite, dry_run
-        self._can_copy_by_store = _share_endpoint(source, destination)
-        self._source_client, self._client = (
-            make_boto3_client(one, max_attempts=1) if one.is_s3_compatible else None
-            for one in (source, destination)
-        )
+        self._sides = CopySides.open(source, destination)
+        self._comparer = ObjectComparer(self._sides)
+        self._can_copy_by_store = self._sides.share_endpoint
         self._can_note = True  # until the destination answers with other ETags than MD5s
         self._large = threading.BoundedSemaphore(_MAX_LARGE)
         self._lock = threading.Lock()
@@ -119,7 +99,7 @@ class ObjectCopier:
         """
         self._check_key(stat.key)
         if there is not None:
-            if self._are_equal(stat, there):
+            if self._comparer.are_equal(stat, there):
                 return CopyOutcome.EQUAL
             if not self._overwrite:
                 return CopyOutcome.CONFLICT
@@ -128,12 +108,12 @@ class ObjectCopier:
         try:
             is_proven = self._copy_unless_done(stat)
         except errors.ExistsError:  # written since the listing, maybe by a request of this copy
-            written = self._find_target(stat)
+            written = self._sides.find_target(stat)
             if written is None:  # deleted again, or no object: a folder, say
                 raise
-            is_equal = self._are_equal(stat, written)
+            is_equal = self._comparer.are_equal(stat, written)
             return CopyOutcome.COPIED if is_equal else CopyOutcome.CONFLICT
-        if not is_proven and not self._is_right_copy(stat):
+        if not is_proven and not self._comparer.is_right_copy(stat):
             raise errors.CorruptError(
                 f"{self._destination.make_url(stat.key)} had other bytes than "
                 f"{self._source.make_url(stat.key)} after the copy: another process wrote it, or "
@@ -149,8 +129,8 @@ class ObjectCopier:
         try:
             return self._copy(stat)
         except (errors.NotFoundError, errors.UploadGoneError):
-            written = self._find_target(stat)
-            if written is not None and self._are_equal(stat, written):
+            written = self._sides.find_target(stat)
+            if written is not None and self._comparer.are_equal(stat, written):
                 return True
         return self._copy(stat)
 
@@ -169,79 +149,6 @@ class ObjectCopier:
             )
         if self._destination.location.backend is Backend.FILE:
             check_file_key(self._destination, key)
-
-    def _are_equal(self, stat: Stat, there: Stat) -> bool:
-        """Compare two objects by their ETags; read them if the ETags prove nothing."""
-        if stat.size != there.size:
-            return False
-        mine = parse_etag(self._source, stat.etag)
-        theirs = parse_etag(self._destination, there.etag)
-        if not stat.size or (mine is not None and mine == theirs):
-            return True
-        are_whole = mine is not None and theirs is not None and not mine[1] and not theirs[1]
-        if are_whole and self._have_md5s(stat):
-            return False
-        return self._is_noted_copy(stat, there) or self._have_equal_bytes(stat, there)
-
-    def _have_md5s(self, stat: Stat) -> bool:
-        """Decide whether the ETags of two whole objects are MD5s. Up to two requests."""
-        both = (self._destination, self._source)
-        headers = (self._describe(store, stat)["ResponseMetadata"]["HTTPHeaders"] for store in both)
-        return all(map(shows_md5, headers))
-
-    def _describe(self, store: Store, stat: Stat) -> Any:
-        """Return the answer of boto3 to a HEAD of an object in one of the buckets. One request."""
-        is_source = store is self._source
-        names = self._name_source(stat) if is_source else self._name_target(stat)
-        return call_boto3(
-            store,
-            stat.key,
-            lambda s3: s3.head_object(**names),
-            client=self._source_client if is_source else self._client,
-        )
-
-    def _is_right_copy(self, stat: Stat) -> bool:
-        """Read an object and its copy, unless they are empty, and compare them."""
-        written = self._find_target(stat)
-        if written is None or written.size != stat.size:
-            return False
-        return not stat.size or self._have_equal_bytes(stat, written)
-
-    def _is_noted_copy(self, stat: Stat, there: Stat) -> bool:
-        """Decide by an object's metadata whether it is a proven copy. One request."""
-        if self._client is None or stat.etag is None or stat.size < MIN_PART_SIZE:
-            return False
-        found = self._describe(self._destination, stat)
-        if not shows_md5(found["ResponseMetadata"]["HTTPHeaders"]):
-            return False  # the store did not confirm the MD5 of any part
-        is_listed = found["ETag"].strip('"') == (there.etag or "").strip('"')
-        return is_listed and found.get("Metadata", {}).get(_SOURCE_ETAG) == stat.etag
-
-    def _have_equal_bytes(self, stat: Stat, there: Stat) -> bool:
-        """Compare the bytes of two objects. A file is compared with the ETag of the other one."""
-        mine, theirs = (self._source, stat), (self._destination, there)
-        for (store, one), (other_store, other) in ((mine, theirs), (theirs, mine)):
-            etag = parse_etag(other_store, other.etag)
-            if store.location.backend is Backend.FILE and etag is not None:
-                hasher = EtagHasher(self._find_part_size(other_store, other, etag[1])[0])
-                for block in self._iterate_blocks(store, one):
-                    hasher.update(block)
-                if hasher.compute_etag() == etag[0]:
-                    return True
-        digests = {
-            compute_stream_digest(self._iterate_blocks(store, one))[0]
-            for store, one in (mine, theirs)
-        }
-        return len(digests) == 1
-
-    def _iterate_blocks(self, store: Store, stat: Stat) -> Iterator[bytes]:
-        """Yield the blocks of an object, also of one whose key obstore refuses."""
-        client = self._source_client if store is self._source else self._client
-        if client is None or not find_segment_fault(stat.key):
-            yield from stream(store, stat.key, etag=stat.etag)
-            return
-        for start in range(0, stat.size, PART_SIZE):
-            yield read_part(store, stat, start, min(start + PART_SIZE, stat.size), client)
 
     def _copy(self, stat: Stat) -> bool:
         """Copy an object; return whether its ETag proves the copy."""
@@ -272,8 +179,8 @@ class ObjectCopier:
 
         def copy(client: "S3Client") -> str:
             answer: Any = client.copy_object(
-                **self._name_target(stat),
-                CopySource=self._name_source(stat),
+                **self._sides.name(self._destination, stat),
+                CopySource=self._sides.name(self._source, stat),
                 CopySourceIfMatch=etag,
                 **absent,
             )
@@ -289,7 +196,7 @@ class ObjectCopier:
             if can_sign(destination) and not find_segment_fault(stat.key):
                 found = call_with_retries(destination, stat.key, copy_signed)
             else:
-                found = call_boto3(destination, stat.key, copy, client=self._client)
+                found = call_boto3(destination, stat.key, copy, client=self._sides.client)
         except errors.ChangedError:  # the source has another ETag, or the copy is there
             self._check_absent(stat)
             raise
@@ -298,7 +205,7 @@ class ObjectCopier:
 
     def _copy_whole(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object with its attributes through memory, by two requests."""
-        is_readable = self._source_client is not None or marks_folder(stat)
+        is_readable = self._sides.source_client is not None or marks_folder(stat)
         if find_segment_fault(stat.key) and is_readable:
             return self._copy_odd_key(stat, parsed)
         options: GetOptions = {} if stat.etag is None else {"if_match": stat.etag}
@@ -324,15 +231,15 @@ class ObjectCopier:
 
     def _copy_odd_key(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy a small object whose key obstore refuses, such as one with a slash at its end."""
-        names = {**self._name_source(stat), "IfMatch": stat.etag or ""}
+        names = {**self._sides.name(self._source, stat), "IfMatch": stat.etag or ""}
         found: Any = (
             call_boto3(
                 self._source,
                 stat.key,
                 lambda s3: read_whole(s3, names),
-                client=self._source_client,
+                client=self._sides.source_client,
             )
-            if self._source_client is not None
+            if self._sides.source_client is not None
             else {"Body": b""}  # the mark of a folder in GCS
         )
         body = found["Body"]
@@ -342,9 +249,12 @@ class ObjectCopier:
                 self._destination,
                 stat.key,
                 lambda s3: s3.put_object(
-                    **self._name_target(stat), Body=body, **absent, **_select_attributes(found)
+                    **self._sides.name(self._destination, stat),
+                    Body=body,
+                    **absent,
+                    **select_attributes(found),
                 ),
-                client=self._client,
+                client=self._sides.client,
             )
         except errors.ChangedError as error:
             where = self._destination.make_url(stat.key)
@@ -354,12 +264,12 @@ class ObjectCopier:
 
     def _copy_in_parts(self, stat: Stat, parsed: ParsedEtag | None, *, by_store: bool) -> bool:
         """Copy a large object in the parts of its source if they fit, otherwise in own parts."""
-        size, is_told = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
+        size, is_told = self._sides.find_part_size(self._source, stat, parsed[1] if parsed else 0)
         largest = _MAX_SERVER_COPY if by_store else _MAX_PART_IN_MEMORY
         smallest = MIN_PART_SIZE if size < stat.size else 1
         is_likely = is_told or by_store or stat.size <= _MAX_TRIAL
         with self._large:
-            headers = self._fetch_headers(stat)
+            headers = self._sides.fetch_headers(stat)
             is_exact = parsed is not None and is_likely and smallest <= size <= largest
             if parsed is not None and is_exact:
                 try:
@@ -370,7 +280,7 @@ class ObjectCopier:
             can_note = self._can_note and not (by_store and is_exact and is_told)
             own_size = max(PART_SIZE, -(-stat.size // (MAX_PARTS * _MIB)) * _MIB)
             if can_note:
-                noted = {**headers.get("Metadata", {}), _SOURCE_ETAG: stat.etag or ""}
+                noted = {**headers.get("Metadata", {}), SOURCE_ETAG: stat.etag or ""}
                 try:
                     return self._send_parts(
                         stat,
@@ -411,13 +321,13 @@ class ObjectCopier:
                 No object was written.
         """
         is_odd = bool(find_segment_fault(stat.key))  # obstore refuses it
-        client = self._source_client if is_odd else None
+        client = self._sides.source_client if is_odd else None
         upload = PartUpload(
             self._destination,
             stat.key,
             stat.size,
             size,
-            StorePartSender(self._name_source(stat), stat)
+            StorePartSender(self._sides.name(self._source, stat), stat)
             if by_store
             else PartSender(self._source, stat, client, must_prove=has_note),
             etag=etag,
@@ -441,7 +351,7 @@ class ObjectCopier:
             stat.key,
             part_size=size,
             concurrency=_PART_CONCURRENCY,
-            attributes=_name_attributes(headers),
+            attributes=name_attributes(headers),
         ) as writer:
             self._write_blocks(stat, writer)
             self._check_absent(stat)
@@ -450,7 +360,7 @@ class ObjectCopier:
 
     def _copy_as_stream(self, stat: Stat, parsed: ParsedEtag | None) -> bool:
         """Copy an object into a folder, or into a store that does not speak S3."""
-        part_size, _ = self._find_part_size(self._source, stat, parsed[1] if parsed else 0)
+        part_size, _ = self._sides.find_part_size(self._source, stat, parsed[1] if parsed else 0)
         hasher = EtagHasher(part_size)
         if self._destination.location.backend is Backend.FILE:
             with write_file(self._destination, stat.key, overwrite=self._overwrite) as file:
@@ -472,17 +382,8 @@ class ObjectCopier:
         Raises:
             ExistsError: It has one.
         """
-        if not self._overwrite and self._find_target(stat) is not None:
+        if not self._overwrite and self._sides.find_target(stat) is not None:
             raise errors.ExistsError(f"{self._destination.make_url(stat.key)} already exists.")
-
-    def _find_target(self, stat: Stat) -> Stat | None:
-        """Return the object of the destination under the key of an object; None without one."""
-        with suppress(errors.NotFoundError):
-            if self._client is None or not find_segment_fault(stat.key):
-                return head(self._destination, stat.key)
-            found = self._describe(self._destination, stat)
-            return Stat(stat.key, found["ContentLength"], found["ETag"], found["LastModified"])
-        return None
 
     def _write_blocks(self, stat: Stat, writer: Writer, hasher: EtagHasher | None = None) -> None:
         """Write the bytes of an object, and hash them.
@@ -502,49 +403,7 @@ class ObjectCopier:
                 f"{stat.size}: it was written meanwhile. Copy it again."
             )
 
-    def _find_part_size(self, store: Store, stat: Stat, parts: int) -> tuple[int, bool]:
-        """Return the size of an object's parts, 0 if it has none, and whether the store told it."""
-        client = self._source_client if store is self._source else self._client
-        return (
-            (0, True) if not parts or client is None else find_part_size(store, stat, parts, client)
-        )
-
-    def _fetch_headers(self, stat: Stat) -> dict[str, Any]:
-        """Return the attributes of an object of a bucket, as boto3 names them."""
-        if self._source_client is None:
-            return {}
-        return _select_attributes(self._describe(self._source, stat))
-
-    def _name_source(self, stat: Stat) -> Any:
-        key = make_full_key(self._source, stat.key)
-        return {"Bucket": self._source.location.bucket, "Key": key}
-
-    def _name_target(self, stat: Stat) -> Any:
-        key = make_full_key(self._destination, stat.key)
-        return {"Bucket": self._destination.location.bucket, "Key": key}
-
     def _count(self, *, by_store: int = 0, reused: int = 0) -> None:
         with self._lock:
             self._result.by_store += by_store
             self._result.reused += reused
-
-
-def _select_attributes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of an object from its description by boto3."""
-    return {name: found[name] for name in (*_ATTRIBUTES, "Metadata") if found.get(name)}
-
-
-def _name_attributes(headers: Mapping[str, Any]) -> dict[str, str]:
-    """Return attributes of an object as obstore names them."""
-    named = {_ATTRIBUTES[name]: headers[name] for name in _ATTRIBUTES if name in headers}
-    return named | headers.get("Metadata", {})
-
-
-def _share_endpoint(source: Store, destination: Store) -> bool:
-    """Decide whether a request to the destination can name an object of the source."""
-    return (
-        source.is_s3_compatible
-        and destination.is_s3_compatible
-        and source.endpoint == destination.endpoint
-        and source.region == destination.region
-    )

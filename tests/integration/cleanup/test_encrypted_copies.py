@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cleanup import CopyOutcome, CopyResult, copy_objects, object_copier
+from millrace.cleanup import CopyOutcome, CopyResult, copy_objects, object_comparer, object_copier
 from millrace.storage import Store, open_store
 from tests.support.kms import KmsEndpoint
 from tests.support.s3 import serve_s3
@@ -54,7 +54,7 @@ def test_a_copy_that_is_stopped_before_its_proof_is_compared_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(object_copier.ObjectCopier, "_is_right_copy", stop)
+        patched.setattr(object_comparer.ObjectComparer, "is_right_copy", stop)
         with pytest.raises(KeyboardInterrupt):
             copy_objects(source, target.open())
     assert count(copy_objects(source, target.open())) == {CopyOutcome.CONFLICT: 1}
@@ -68,7 +68,7 @@ def test_a_note_that_an_encrypted_copy_has_proves_nothing(
     body = target.objects["large"]
     target.objects["large"] = b"L" + body[1:]
     stat = object_copier.head(source, "large")
-    target.metadata["large"] = {f"x-amz-meta-{object_copier._SOURCE_ETAG}": stat.etag or ""}
+    target.metadata["large"] = {f"x-amz-meta-{object_comparer.SOURCE_ETAG}": stat.etag or ""}
     assert count(copy_objects(source, target.open())) == {CopyOutcome.CONFLICT: 1}
     assert count(copy_objects(source, target.open(), overwrite=True)) == {CopyOutcome.COPIED: 1}
     assert target.objects["large"] == body
