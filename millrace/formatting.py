@@ -1,5 +1,6 @@
 """Format numbers, and clean texts from outside, for messages and reports."""
 
+import re
 import unicodedata
 from datetime import timedelta
 
@@ -39,6 +40,14 @@ def format_age(age: timedelta) -> str:
         if seconds >= length:
             return f"{seconds // length:,} {unit}"
     return f"{seconds} s"
+
+
+def shorten_url(url: str) -> str:
+    """Return a URL for a message, up to where a key, a password or a token may begin."""
+    scheme, colon, rest = url.partition(":")
+    if "@" in rest:
+        return f"{scheme}://…"
+    return f"{scheme}{colon}{re.split('[:?#]', rest, maxsplit=1)[0]}"
 
 
 def clean_text(text: str, max_length: int = MAX_LENGTH) -> str:

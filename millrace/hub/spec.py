@@ -1,10 +1,12 @@
 """Settings of a repository of the Hub, which do not need the Hub's library."""
 
+import re
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from millrace import errors
+from millrace.formatting import shorten_url
 from millrace.settings import Duration
 
 
@@ -35,8 +37,10 @@ class HubSpec(BaseModel):
             ConfigurationError: The URL has another form.
         """
         repo, _, revision = url.removeprefix("hf://").partition("@")
-        if not url.startswith("hf://") or repo.count("/") != 1 or not all(repo.split("/")):
+        is_plain = not re.search("[:?#]", repo) and not re.search("[?#]", revision)
+        if not url.startswith("hf://") or not re.fullmatch("[^/]+/[^/]+", repo) or not is_plain:
             raise errors.ConfigurationError(
-                f"{url!r} names no repository: write hf://owner/name, or hf://owner/name@branch."
+                f"{shorten_url(url)!r} names no repository: write hf://owner/name, or "
+                "hf://owner/name@branch."
             )
         return cls(repo=repo, revision=revision or "main")

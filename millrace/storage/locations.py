@@ -7,12 +7,15 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from millrace.errors import ConfigurationError
+from millrace.formatting import shorten_url
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Control characters, which no key has."""
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 """Beginning of a URL. Text without it is the path of a folder."""
 _ACCOUNT = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
+_DAMAGED_URL = re.compile(r"://|^(s3|r2|gs|hf|env|file|memory)//")
+"""Part of a text that is no path of a folder, but a URL with an error in it."""
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")  # characters with a meaning in a URL
 
 
@@ -49,24 +52,30 @@ class Location:
         Raises:
             ConfigurationError: The URL is not that of a store.
         """
-        if url and not SCHEME.match(url):
-            return cls._parse_folder(url)
+        shown = shorten_url(url)
         no_store = ConfigurationError(
-            f"{url!r} names no store: write file:///folder, s3://bucket/prefix, "
+            f"{shown!r} names no store: write file:///folder, s3://bucket/prefix, "
             "r2://account/bucket/prefix or gs://bucket/prefix."
         )
+        if url != url.strip():
+            raise ConfigurationError(f"{shown!r} begins or ends with white space: remove it.")
+        if url and not SCHEME.match(url):
+            if _DAMAGED_URL.search(url):
+                raise no_store
+            return cls._parse_folder(url)
         try:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigurationError(f"The URL of the store is invalid: {error}.") from None
-        if parts.query or parts.fragment or "@" in parts.netloc:
+        is_file = parts.scheme == "file"
+        if parts.query or parts.fragment or (not is_file and re.search("[@:]", parts.netloc)):
             raise ConfigurationError(
-                f"The URL of {parts.scheme}://{parts.hostname or ''} has credentials or options in "
-                "it: write credentials, endpoint and region in their own settings. In the name of "
-                "a prefix, write %3F for a question mark and %23 for #."
+                f"The URL {shown!r} has credentials or options in it: write credentials, endpoint "
+                "and region in their own settings. In the name of a prefix, write %3F for a "
+                "question mark and %23 for #."
             )
         path = unquote(parts.path)
-        if parts.scheme == "file" and parts.netloc in {"", "localhost"} and path:
+        if is_file and parts.netloc in {"", "localhost"} and path:
             return cls._parse_folder("/" + path.strip("/"))
         _check_path(path, url)
         path = path.strip("/")
@@ -117,8 +126,9 @@ def _check_path(path: str, url: str) -> None:
     is_relative = not {".", ".."}.isdisjoint(path.split("/"))
     if "//" in path or is_relative or CONTROL.search(path):
         raise ConfigurationError(
-            f"{url!r} has two slashes in a row, a relative segment or a control character behind "
-            "the bucket. Correct the URL: a prefix is folder names with one slash between them."
+            f"{shorten_url(url)!r} has two slashes in a row, a relative segment or a control "
+            "character behind the bucket. Correct the URL: a prefix is folder names with one slash "
+            "between them."
         )
 
 

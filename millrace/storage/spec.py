@@ -187,6 +187,11 @@ def read_spec_from_environment(environ: Mapping[str, str] | None = None) -> Stor
     if backend == "s3" and takes_pair and has_pair:
         needed += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
     missing = [name for name in needed if not env.get(name)]
+    if missing == ["LOCAL_STORAGE_PATH"] and "STORAGE_BACKEND" not in env:
+        raise ConfigurationError(
+            "No store is named: write it in the settings, or set LOCAL_STORAGE_PATH, or "
+            "STORAGE_BACKEND=s3 and CHECKPOINT_BUCKET."
+        )
     if missing:
         raise ConfigurationError(f"With STORAGE_BACKEND={backend}, set {' and '.join(missing)}.")
     if backend == "local":

@@ -18,6 +18,7 @@ from millrace.datasets.sources.files import Patterns, drop_etag
 from millrace.datasets.sources.http_files import HttpFiles
 from millrace.datasets.sources.table import FileTable
 from millrace.environment import read_variable
+from millrace.formatting import shorten_url
 from millrace.hub import HubSpec
 from millrace.hub.client import HubClient
 from millrace.schemas.dataset import FileRef
@@ -25,7 +26,7 @@ from millrace.storage import StoreSpec
 from millrace.storage.read import READ_BLOCK_SIZE
 
 _URL = re.compile(
-    r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)"
+    r"hf://datasets/(?P<repo>[^/@:?#]+/[^/@:?#]+)"
     r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
 _PUBLIC_HUB = "https://huggingface.co"
@@ -53,8 +54,9 @@ class HubFiles:
         found, before = _URL.fullmatch(spec.url), _URL.fullmatch(committed)
         if found is None:
             raise errors.ConfigurationError(
-                f"{spec.url!r} names no dataset of the Hub: write hf://datasets/OWNER/NAME, "
-                "hf://datasets/OWNER/NAME@REVISION, or one of these with /PATH of a folder."
+                f"{shorten_url(spec.url)!r} names no dataset of the Hub: write "
+                "hf://datasets/OWNER/NAME, hf://datasets/OWNER/NAME@REVISION, or one of these with "
+                "/PATH of a folder."
             )
         self._repo, self._prefix = found["repo"], (found["path"] or "").strip("/")
         revision = unquote(found["revision"] or "main")

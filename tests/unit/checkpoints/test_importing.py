@@ -344,6 +344,10 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_imported(
 def test_unclear_and_missing_weights(folder: Path, store: Store) -> None:
     with pytest.raises(errors.NotFoundError, match="has no weights: no file that ends with"):
         import_and_load(folder, store)
+    for url in ("hf://u:secret@a/b", "hf://a/b?token=secret", "hf://a/b@main?token=secret"):
+        with pytest.raises(errors.ConfigurationError, match="names no repository") as refusal:
+            import_checkpoint(url, store, "job")
+        assert "secret" not in str(refusal.value)
     with pytest.raises(errors.ConfigurationError, match="'hf://a' names no repository"):
         import_checkpoint("hf://a", store, "job")
     with pytest.raises(errors.NotFoundError, match=r"no .*/w\.pt"):

@@ -77,7 +77,9 @@ def test_one_bucket_has_one_id_whatever_its_url(one, other, is_same, monkeypatch
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://host/x", "s3://", f"r2://{ACCOUNT}", "r2://bucket/x", "file://host/x",
-     "s3://key:secret@bucket/x", "s3://bucket/x?secret=1", "file://", "s3://secret@[x"],
+     "s3://key:secret@bucket/x", "s3://bucket/x?secret=1", "file://", "s3://secret@[x",
+     "s3://key:a/secret@bucket/x", "s3:/key:secret@bucket/x", "r2://a:secret", "s3://key:secret",
+     " s3://bucket", "s3://bucket\n", "s3//bucket/x", "r2//x/y", "“s3://bucket", "x/s3://bucket"],
 )  # fmt: skip
 def test_what_is_no_place_is_refused_with_what_to_write(url, monkeypatch):
     monkeypatch.delenv("R2_ACCOUNT_ID", raising=False)
@@ -378,3 +380,10 @@ def test_a_folder_that_cannot_be_there_is_a_sentence(make, tmp_path):
             open_store(path.as_uri(), make_folder=make)
         assert str(path)[:200] in str(error.value)
         assert "Correct the URL" in str(error.value)
+
+
+def test_settings_without_a_store_say_where_one_is_named():
+    with pytest.raises(errors.ConfigurationError, match="No store is named: write it in the"):
+        read_spec_from_environment({})
+    with pytest.raises(errors.ConfigurationError, match="STORAGE_BACKEND=local, set LOCAL_STOR"):
+        read_spec_from_environment({"STORAGE_BACKEND": "local"})
