@@ -1,6 +1,7 @@
 """Show progress as a bar on a terminal, or as lines of text without a terminal."""
 
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -78,7 +79,8 @@ class _TerminalBar:
         line = "" if self._progress.console.is_terminal else self.format_line()
         if line and (self._last_line is None or line != self._last_line[1]):
             self._last_line = (time.monotonic(), line)
-            echo(line, err=True)
+            with suppress(OSError):  # the work does not fail for its progress, as on a full disk
+                echo(line, err=True)
 
     def __exit__(
         self,

@@ -181,7 +181,7 @@ def parse_settings_file(path: Path, *, template: str) -> tuple[dict[str, Any], s
         ConfigurationError: The file cannot be read, as for `load_settings`. Values are not checked.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin it with a mark
     except FileNotFoundError:
         raise ConfigurationError(
             f"There is no settings file at {path}. "
@@ -277,6 +277,8 @@ def _parse_toml(path: Path, text: str) -> object:
         return tomllib.loads(text)
     except ValueError as error:  # also an integer of too many digits
         raise ConfigurationError(f"{path}: not valid TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: its values are nested too deeply.") from None
 
 
 def fill_variables(

@@ -8,11 +8,20 @@ import yaml
 
 from millrace.errors import ConfigurationError
 
+_MAX_VALUES = 1_000_000
+"""Largest number of values of a file, where an anchor counts as often as it is used."""
 _MERGE = "tag:yaml.org,2002:merge"  # a mapping may have several keys `<<`
 
 
 class _Loader(yaml.SafeLoader):
     """Loader of plain values that refuses a mapping in which a key is repeated."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Compose the file, and refuse anchors that multiply or contain themselves."""
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping, and check its own keys. Merged keys are not there yet."""
@@ -49,6 +58,33 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
 
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Return the number of values of a node, with those of the anchors that it names.
+
+    Args:
+        node: Node to count.
+        counts: Numbers of the nodes that were counted, by their ids; None during the count.
+
+    Raises:
+        ConstructorError: There are too many, or an anchor contains itself.
+    """
+    found = counts.get(id(node), 0)
+    if found == 0:
+        counts[id(node)] = None
+        match node:
+            case yaml.MappingNode():
+                inner = [each for pair in node.value for each in pair]
+            case yaml.SequenceNode():
+                inner = node.value
+            case _:
+                inner = []
+        found = counts[id(node)] = 1 + sum(_count_values(each, counts) for each in inner)
+    if found is None or found > _MAX_VALUES:
+        fault = "contains itself" if found is None else "has too many values: write fewer anchors"
+        raise yaml.constructor.ConstructorError(None, None, f"this {fault}", node.start_mark)
+    return found
+
+
 def parse_yaml(path: Path, text: str) -> object:
     """Parse the text of a settings file.
 
@@ -67,6 +103,8 @@ def parse_yaml(path: Path, text: str) -> object:
             f"{path}, line {line}: not valid YAML: the character "
             f"U+{ord(text[error.position]):04X} is not allowed: remove the character."
         ) from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}: its values are nested too deeply.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""

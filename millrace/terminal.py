@@ -55,7 +55,8 @@ def _convert_value(value: object) -> object:
         case set() | frozenset():
             return sorted(str(each) for each in value)  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
         case _:
-            return str(value)
+            # The name of a file may have bytes that are not UTF-8.
+            return str(value).encode(errors="surrogateescape").decode(errors="replace")
 
 
 def echo(line: object, *, err: bool = False) -> None:

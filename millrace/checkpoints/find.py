@@ -112,8 +112,14 @@ def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkp
     """
     if (found.job, found.step) != (job, step):
         raise errors.CorruptError(
-            f"{where} is the metadata of {found.job} at step {found.step}, which was copied "
-            "there without its files. Delete this copy."
+            f"{where} is the metadata of the job {found.job} at step {found.step}. "
+            + (
+                f"Open the URL of the folder {job.removesuffix(f'/{found.job}')}, and name the job "
+                f"{found.job}."
+                if job.endswith(f"/{found.job}") and found.step == step
+                else "Another program copied it there. Load it where it was saved, and copy "
+                "checkpoints with `millrace checkpoint save`."
+            )
         )
     whole = found.digest == _compute_digest(found)
     if not whole or compute_root(found.parts, found.tensors) != found.root:

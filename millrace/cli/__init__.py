@@ -4,7 +4,9 @@ Other packages add commands through the entry point group ``millrace.commands``.
 such as ``campaign.run``, adds a command to a noun.
 """
 
+import io
 import logging
+import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -48,6 +50,8 @@ def main(*, verbose: bool) -> None:
       millrace plan job.yaml
       millrace run job.yaml
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a key may have characters that it lacks
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s"
     )

@@ -21,6 +21,7 @@ from millrace.cli.common import (
     confirm,
     is_store_location,
     print_result,
+    raise_interrupt,
     read_store,
     show_deletion,
     show_failures,
@@ -442,7 +443,7 @@ def clean(
         raise click.UsageError("Name the settings file once: as FILE, or with --config.")
     location = location or config or "clean.yaml"
     settings = _read_cleanup_settings(location, objects, name)
-    if name:
+    if name is not None:
         plan = read_plan(open_store(settings.store, make_folder=False), name)
     else:
         with ObjectsBar() as progress:
@@ -460,7 +461,8 @@ def clean(
         "plan": plan.name, "objects": plan.objects, "bytes": plan.size, "kept": totals.kept,
     }  # fmt: skip
     if dry_run:
-        echo(f"Execute it with: millrace bucket clean {location} --plan {plan.name}")
+        quoted = shlex.quote(location)
+        echo(f"Execute it with: millrace bucket clean {quoted} --plan {plan.name}")
         return CommandResult(data)
     if plan.objects and not confirm(f"Delete {count}?", yes=yes):
         return CommandResult(data, 1)
@@ -590,8 +592,9 @@ def _ask_name(store: "Store", plan: str) -> str:
     try:
         typed = click.prompt(f"All objects will be deleted. Type {wanted} to continue", err=True)
         check_confirmation(store.location, typed)
-    except click.Abort:
+    except click.Abort as error:
         delete_plan(store, plan)
+        raise_interrupt(error)
         raise ConfigurationError(
             "Nothing was deleted, since the question has no answer. Without a terminal, add "
             f"--confirm {shlex.quote(wanted)}"

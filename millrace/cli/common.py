@@ -53,11 +53,14 @@ class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgu
         from millrace.settings import Duration, parse_duration
 
         try:
-            return TypeAdapter[timedelta](Duration).validate_python(parse_duration(value))
+            found = TypeAdapter[timedelta](Duration).validate_python(parse_duration(value))
         except ValidationError:
             self.fail(f"{value!r} is not a duration of ISO 8601: write PT20M, or 20m.", param, ctx)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+        if found < timedelta(0):
+            self.fail(f"{value!r} is negative: write a duration such as 20m.", param, ctx)
+        return found
 
 
 class _SizeOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not in all versions
@@ -102,7 +105,8 @@ def handle_errors(command: Callable[..., int | None]) -> Callable[..., None]:
         _end_on_sigterm()
         try:
             code = command(*args, **options)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it is None if it was closed before the start
+                sys.stdout.flush()
         except errors.ConfigurationError as error:
             echo_text(f"millrace: {error}", err=True)
             sys.exit(2)
@@ -185,13 +189,15 @@ def confirm(question: str, *, yes: bool) -> bool:
 
     Raises:
         ConfigurationError: Standard input has no answer.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     if yes:
         return True
     try:
         if click.confirm(question, err=True):
             return True
-    except click.Abort:
+    except click.Abort as error:
+        raise_interrupt(error)
         raise errors.ConfigurationError(
             "Nothing was done, since the question has no answer. Add --yes to skip the question."
         ) from None
@@ -199,12 +205,25 @@ def confirm(question: str, *, yes: bool) -> bool:
     return False
 
 
+def raise_interrupt(error: click.Abort) -> None:
+    """Raise the interrupt by which a question was ended; do nothing at the end of the input.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed.
+    """
+    if isinstance(error.__context__, KeyboardInterrupt):
+        raise KeyboardInterrupt from None
+
+
 def write_template(path: Path, text: str) -> None:
     """Write a settings file to start from.
 
     Raises:
-        ConfigurationError: A file of this name exists, or the file cannot be written.
+        ConfigurationError: A file of this name exists, or the file cannot be written, or its name
+            is not that of a YAML file.
     """
+    if path.suffix.lower() not in {".yaml", ".yml"}:
+        raise errors.ConfigurationError(f"{path}: write a name that ends in .yaml.")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -14,6 +14,7 @@ from millrace.cli.common import (
     NounGroup,
     add_yes_option,
     confirm,
+    is_store_location,
     print_result,
     read_store,
     show_deletion,
@@ -386,7 +387,7 @@ def status(target: str, name: str | None) -> CommandResult:
     """
     from millrace.datasets import find_datasets, read_status
 
-    if name is None and "://" in target:
+    if name is None and is_store_location(target):
         from millrace.storage import open_store
 
         store = open_store(target, make_folder=False)
@@ -396,16 +397,21 @@ def status(target: str, name: str | None) -> CommandResult:
     else:
         store, found_name = _open_dataset(target, name)
         names = [found_name]
-    found: list[DatasetStatus] = []
+    found: list[DatasetStatus | dict[str, str]] = []
+    code = 0
     for each in names:
         try:
-            found.append(read_status(store, each))
-            _show_status(found[-1])
+            status = read_status(store, each)
         except errors.CorruptError as error:
             if len(names) == 1:
                 raise
             echo(f"{each} cannot be read: {error}", err=True)  # other datasets are still shown
-    return CommandResult(found)
+            found.append({"dataset": each, "error": str(error)})
+            code = 1
+        else:
+            found.append(status)
+            _show_status(status)
+    return CommandResult(found, code)
 
 
 @dataset.command()
@@ -498,7 +504,11 @@ def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":
     from millrace.settings import load_settings
 
     config = load_settings(path, PipelineSettings, template="millrace init")
-    return config.model_copy(update={"dataset": prefix}) if prefix else config
+    if prefix is None:
+        return config
+    if not prefix:
+        raise errors.ConfigurationError("--prefix is empty: write the name of the dataset.")
+    return config.model_copy(update={"dataset": prefix})
 
 
 def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":

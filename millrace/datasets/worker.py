@@ -204,6 +204,7 @@ def _open_pipes(outgoing: int) -> tuple[IO[bytes], IO[bytes]]:
 def main() -> None:
     """Serve a driver until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked since the start
     keep_freed_memory()
     driver = _DriverConnection(*_open_pipes(int(sys.argv[1])))  # not stdout: libraries print there
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()

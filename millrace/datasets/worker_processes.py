@@ -137,13 +137,18 @@ class ProcessPool(WorkerPool):
         mine, theirs = os.pipe()
         with os.fdopen(theirs, "wb"):
             output = os.fdopen(mine, "rb")
-            process = subprocess.Popen(
-                # -P: a file in the working directory must not be imported as a module.
-                [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
-                stdin=subprocess.PIPE,
-                stdout=sys.__stderr__,
-                pass_fds=[theirs],
-            )
+            # The driver stops its workers. Ctrl-C must not reach one before its main function.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                process = subprocess.Popen(
+                    # -P: a file in the working directory must not be imported as a module.
+                    [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
+                    stdin=subprocess.PIPE,
+                    stdout=sys.__stderr__,
+                    pass_fds=[theirs],
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         worker = WorkerProcess(process, output)
         self._workers.append(worker)
         worker.listen(lambda sender, message: self._messages.put((sender, message)))

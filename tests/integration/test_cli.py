@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -363,10 +364,15 @@ def test_the_status_of_a_store_shows_the_datasets_beside_a_damaged_one(run, sett
     junk = tmp_path / "store" / "a" / "plan.json"
     junk.parent.mkdir()
     junk.write_bytes(b"{}")
-    shown = run("status", (tmp_path / "store").as_uri())
+    shown = run("status", (tmp_path / "store").as_uri(), code=1)
     assert "lines: complete" in shown
     assert "a cannot be read: " in shown
     assert "a/plan.json is not a record of Millrace's" in shown
+    done = CliRunner().invoke(main, ["status", "--json", str(tmp_path / "store")])
+    assert done.exit_code == 1
+    damaged, whole = json.loads(done.stdout)
+    assert (damaged["dataset"], whole["dataset"]) == ("a", "lines")
+    assert "a/plan.json is not a record of Millrace's" in damaged["error"]
 
 
 def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_path):
@@ -478,6 +484,40 @@ def test_a_full_disk_below_the_output_is_a_sentence(run, settings, tmp_path):
     )
 
 
+def test_the_state_of_the_output_fails_no_command(run, settings, tmp_path):
+    run("run", str(settings))
+    where = tmp_path / "store" / "ü→"
+    where.mkdir()
+    command = [sys.executable, "-m", "millrace", "bucket", "usage", str(tmp_path / "store")]
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(REPOSITORY)}
+    (where / "→").write_bytes(b"1")
+    done = subprocess.run(command, capture_output=True, env=environ, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert "ü?" in done.stdout.decode("latin-1")
+    closed = ["bash", "-c", f"{shlex.join(command)} >&-"]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, env=environ, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    again = [*command[:3], "run", str(settings), "--prefix", "again"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(again, stdout=subprocess.PIPE, stderr=full, check=False, env=environ)
+    assert done.returncode == 0
+    assert b"100 samples in 1 shard" in done.stdout
+
+
+def test_whoever_answers_a_question_by_ctrl_c_has_stopped_it(tmp_path, monkeypatch, capsys):
+    def interrupt(_: str) -> str:
+        raise KeyboardInterrupt
+
+    (tmp_path / "a").write_bytes(b"1")
+    monkeypatch.setattr("click.termui.visible_prompt_func", interrupt)
+    for words in (("wipe", str(tmp_path)), ("clean", str(tmp_path), "--older-than", "0s")):
+        with pytest.raises(SystemExit) as ended:
+            main(["bucket", *words])
+        assert ended.value.code == 130
+        assert "Stopped. Run it again" in capsys.readouterr().err
+    assert (tmp_path / "a").exists()
+
+
 def test_a_prefix_is_another_dataset(run, settings):
     run("run", str(settings), "--prefix", "other/name")
     assert "other/name: complete" in run("status", str(settings), "other/name")
@@ -490,6 +530,9 @@ def test_a_prefix_is_another_dataset(run, settings):
         (("verify", "file:///nowhere-at-all"), 2, "name the dataset"),
         (("status", "ftp://x"), 2, "names no store"),
         (("run", "job.yaml", "--prefix", "../up"), 2, "letters, digits"),
+        (("run", "job.yaml", "--prefix", ""), 2, "--prefix is empty"),
+        (("init", "job.txt"), 2, "a name that ends in .yaml"),
+        (("bucket", "abort-uploads", "x", "--older-than=-P1D"), 2, "'-P1D' is negative"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_an_exit_code(run, settings, words, code, said):

@@ -497,6 +497,33 @@ def test_one_fault_of_a_list_is_one_fault_in_the_words_of_a_file(rules, said):
     assert str(refused.value) == said
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "a: &a [*a]", "a.yaml, line 1: not valid YAML: this contains itself."),
+        ("a.yaml", f"a: {'[' * 3000}{']' * 3000}", "a.yaml: its values are nested too deeply."),
+        ("a.toml", f"a = {'[' * 3000}{']' * 3000}", "a.toml: its values are nested too deeply."),
+        ("a.yaml", "a0: &a0 [1, 2]\n" + "\n".join(
+            f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)
+        ), "a.yaml, line 7: not valid YAML: this has too many values: write fewer anchors."),
+    ],
+    ids=["itself", "deep", "deep-toml", "anchors"],
+)  # fmt: skip
+def test_values_that_never_end_are_a_sentence(name, text, said, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(errors.ConfigurationError) as refused:
+        read_settings_file(path, {})
+    assert str(refused.value) == f"{tmp_path}/{said}"
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
+def test_a_file_may_begin_with_the_mark_of_its_encoding(name, tmp_path):
+    text = "a: 1" if name == "a.yaml" else "a = 1"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read_settings_file(tmp_path / name, {}) == {"a": 1}
+
+
 class _Named(BaseModel):
     name: str
 

@@ -555,10 +555,18 @@ def test_damage_is_seen_by_size_where_no_bytes_are_read(folder, tmp_path):
     assert " bytes, not " in verify(folder, saved, check=VerifyDepth.SIZES)[saved.parts[0].digest]
 
 
+def test_a_job_that_is_named_from_a_folder_above_its_store_is_whole(tmp_path):
+    below = open_store(str(tmp_path / "team"))
+    save(below, 1, state_of(1))
+    said = f"Open the URL of the folder team, and name the job {KEYS.job}."
+    with pytest.raises(errors.CorruptError, match=said):
+        load(open_store(str(tmp_path)), f"team/{KEYS.job}", step=1)
+
+
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     save(store, 1, state_of(1))
     copy(store, KEYS.make_metadata_key(1), KEYS.make_metadata_key(2))
-    with pytest.raises(errors.CorruptError, match="at step 1, which was copied there"):
+    with pytest.raises(errors.CorruptError, match=r"at step 1\. Another program copied it"):
         load(store, KEYS.job, step=2)
     heard: list[Event] = []
     found = find_newest_verified(store, KEYS.job, progress=heard.append)
