@@ -112,3 +112,11 @@ def follow_samples(guide: Guide, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "750 odd rows\n"
     guide.execute(names)
     assert capsys.readouterr().out == "1500 samples\n"
+    guide.execute(names)
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line.split() for line in lines]
+    numbers = [*range(1, 13), *range(11, 21)]
+    assert [int(words[1]) for words in steps] == numbers
+    assert [int(words[4]) for words in steps] == [(number - 1) // 15 for number in numbers]
+    assert [words[-1] for words in steps[10:12]] == [words[-1] for words in steps[12:14]]
+    assert len({words[-1] for words in steps[12:]} | {words[-1] for words in steps[:10]}) == 20
