@@ -45,7 +45,7 @@ dataset: my-dataset             # a prefix below the store's URL
 source:
   url: file:///path/to/a/folder # or s3://bucket/prefix, r2://account/bucket/prefix, gs://
   kind: jsonl                   # a sample of each line; or csv, parquet (of rows), files (of files)
-  include: ["*.jsonl"]
+  include: ["*.jsonl", "*.jsonl.gz", "*.jsonl.zst"]
   columns: {txt: text}          # field: column; without `columns`, each row is kept as json
   # credentials:                # by default AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
   #   access_key_id: ${R2_DATASET_READ_ACCESS_KEY_ID}

@@ -484,6 +484,16 @@ def test_a_full_disk_below_the_output_is_a_sentence(run, settings, tmp_path):
     )
 
 
+def test_a_plan_says_which_files_no_pattern_takes(run, settings, tmp_path):
+    assert "are left out" not in run("plan", str(settings))
+    (tmp_path / "source" / "b.jsonl.gz").write_bytes(b"")
+    settings.write_text(
+        settings.read_text().replace("source: {", "source: {include: ['*.jsonl'], ")
+    )
+    said = "Files such as b.jsonl.gz are left out: no pattern of `include` takes them."
+    assert said in run("plan", str(settings))
+
+
 def test_the_state_of_the_output_fails_no_command(run, settings, tmp_path):
     run("run", str(settings))
     where = tmp_path / "store" / "ü→"

@@ -34,7 +34,7 @@ from millrace.datasets.sources.tars import TarSource, divide_tars
 from millrace.datasets.sources.text_files import divide_files
 from millrace.datasets.sources.url_rows import UrlSource, divide_url_lists
 from millrace.extras import import_extra_module
-from millrace.formatting import format_count
+from millrace.formatting import clean_text, format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import SourceRecord
 from millrace.storage import Backend, Location, Store, StoreSpec, open_store
@@ -190,7 +190,8 @@ def partition_source(
     """
     if settings.kind is SourceKind.HUGGINGFACE:
         return _import_hub_datasets(files).partition_hub_dataset(settings, files, division)
-    table = list_files(files, Patterns(settings.get_include(), settings.exclude))
+    patterns = Patterns(settings.get_include(), settings.exclude)
+    table = list_files(files, patterns)
     record = SourceRecord(
         kind=settings.kind.value,
         url=files.url,
@@ -220,6 +221,9 @@ def partition_source(
     notes = _describe_unseekable(files)
     if not record.is_reproducible:
         notes += (_DOWNLOAD_NOTE,)
+    if patterns.left_out is not None:
+        path = clean_text(patterns.left_out)
+        notes += (f"Files such as {path} are left out: no pattern of `include` takes them.",)
     return PartitionedSource(record, partition_ranges(ranges, division), {}, notes=notes)
 
 

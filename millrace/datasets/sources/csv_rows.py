@@ -5,6 +5,7 @@ rows begin. The cursor is that of the first byte of a row, as for JSON lines: a 
 seeks to the row.
 """
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ from millrace.storage import Store
 _CONCURRENCY = 16  # concurrent reads of headers
 _HEADER_BYTES = 64 << 10  # bytes of a file that are read at a time for its header
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
+_DELIMITERS = ",;\t|"
 _BOM = b"\xef\xbb\xbf"
 _QUOTED = re.compile(rb'"[^"]*+"')
 
@@ -142,6 +144,7 @@ class CsvSource:
                     f"{url}: its first row cannot be read ({error}). Correct the file, or leave it "
                     "out with `exclude`."
                 ) from None
+            self._refuse_likely_delimiter(path, names)
         for name in names:
             if names.count(name) > 1:
                 raise errors.ConfigurationError(
@@ -156,6 +159,21 @@ class CsvSource:
                     "`columns`, `delimiter` or `header`, or leave the file out with `exclude`."
                 )
         return names
+
+    def _refuse_likely_delimiter(self, path: str, names: list[str]) -> None:
+        """Refuse a header of one column that another delimiter would divide.
+
+        Raises:
+            ConfigurationError: The settings name no delimiter, and the header has another one.
+        """
+        own = self._find_delimiter(path)
+        other = next((one for one in _DELIMITERS.replace(own, "") if one in names[0]), None)
+        if self._delimiter is None and len(names) == 1 and other:
+            raise errors.ConfigurationError(
+                f"{self._files.make_url(path)} has one column {names[0][:200]!r}. Write "
+                f"`delimiter: {json.dumps(other)}`, or `delimiter: {json.dumps(own)}` if this is "
+                "right."
+            )
 
     def _read_first_row(self, source_range: TextRange) -> bytes:
         """Return the first row of a file; no bytes if the file has none.

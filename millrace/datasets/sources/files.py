@@ -93,16 +93,23 @@ class Patterns:
     Args:
         include: Patterns of paths to take.
         exclude: Patterns of paths to leave out.
+
+    Attributes:
+        left_out: First path that was left out since no pattern takes it; None without one.
     """
 
     def __init__(self, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()) -> None:
         self._include, self._exclude = list(include), list(exclude)
+        self.left_out: str | None = None
 
     def matches(self, path: str) -> bool:
         """Decide whether a path is taken."""
-        return any(fnmatchcase(path, p) for p in self._include) and not any(
-            fnmatchcase(path, p) for p in self._exclude
-        )
+        if any(fnmatchcase(path, p) for p in self._exclude):
+            return False
+        is_taken = any(fnmatchcase(path, p) for p in self._include)
+        if not is_taken and self.left_out is None:
+            self.left_out = path
+        return is_taken
 
     def __str__(self) -> str:
         return ", ".join(self._include)

@@ -135,7 +135,7 @@ class HubFiles:
         return FileTable.collect(
             (path, size, etag)
             for path, (size, etag) in self._listing.items()
-            if patterns.matches(path) and path not in _ABOUT
+            if path not in _ABOUT and patterns.matches(path)
         )
 
     def find(self, path: str) -> FileRef | None:

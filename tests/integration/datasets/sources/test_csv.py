@@ -169,6 +169,10 @@ def test_a_file_whose_lines_end_in_carriage_returns_is_refused_without_a_header(
     ("body", "said"),
     [
         (b"id,txt\n1,2\n", r"has no column 'text'\. Its columns are id, txt\. Correct `columns`"),
+        (
+            b"id;text\n1;2\n",
+            r"has one column 'id;text'. Write `delimiter: \";\"`, or `delimiter: \",\"`",
+        ),
         (b"id,text,id\n1,2,3\n", r"several columns 'id'\. Rename them"),
         (b'"id\n1,2\n', r"its first row cannot be read \(a quote is not closed"),
         (b"\xff\xfei\0d\0\n", r"its first row cannot be read \(not UTF-8\)"),
