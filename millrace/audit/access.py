@@ -111,6 +111,15 @@ class AuditedRole(BaseModel):
             raise ValueError(f"expires_at needs a time zone: write {end.isoformat()}Z for UTC")
         return credentials
 
+    @model_validator(mode="after")
+    def _takes_key_pairs(self) -> Self:
+        takes_pairs = self.store.url.startswith(("s3://", "r2://"))
+        if (self.read_credentials or self.write_credentials) and not takes_pairs:
+            raise ValueError(
+                "only key pairs of s3:// and r2:// are audited: leave out the credentials"
+            )
+        return self
+
 
 class AuditSettings(BaseModel):
     """Settings of an audit."""

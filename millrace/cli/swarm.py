@@ -20,6 +20,8 @@ from millrace.terminal import echo, make_console, make_table
 if TYPE_CHECKING:
     from millrace.swarm import PrewarmReport
 
+_SHOWN_FILES = 20  # of a dry run
+
 
 @click.group(cls=NounGroup)
 def swarm() -> None:
@@ -34,7 +36,9 @@ def swarm() -> None:
 
 @swarm.command()
 @take_settings_file("prewarm.yaml")
-@click.option("--dry-run", is_flag=True, help="Show each file and its destination; copy nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show the files and their destinations; copy nothing."
+)
 @print_result
 def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
     r"""Copy the same files to every node of a cluster.
@@ -53,9 +57,12 @@ def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
     config = load_settings(settings, PrewarmSettings)
     if dry_run:
         seen = preview(config)
-        for path, size, origin in seen.files:
+        for path, size, origin in seen.files[:_SHOWN_FILES]:
             destination = config.root / path if config.root is not None else path
             echo(f"{destination}  {format_size(size)}  {origin}")
+        if len(seen.files) > _SHOWN_FILES:
+            more = format_count(len(seen.files) - _SHOWN_FILES, "more file")
+            echo(f"and {more}, which --json lists.")
         files, pieces = format_count(len(seen.files), "file"), format_count(seen.pieces, "piece")
         echo(f"{files}, {format_size(seen.size)}, in {pieces}.")
         for sentence in seen.refusals:

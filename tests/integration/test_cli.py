@@ -565,10 +565,15 @@ def warm(tmp_path):
     return path
 
 
-def test_prewarm_shows_what_would_go_where(run, warm):
+def test_prewarm_shows_what_would_go_where(run, warm, tmp_path):
     shown = run("swarm", "prewarm", str(warm), "--dry-run")
     assert "/data/a.bin  2.0 MB  file://" in shown
     assert "1 file, 2.0 MB, in 2 pieces." in shown
+    for number in range(21):
+        (tmp_path / "models" / f"{number}.txt").write_bytes(b"1")
+    shown = run("swarm", "prewarm", str(warm), "--dry-run")
+    assert shown.count("/data/") == 20
+    assert "and 2 more files, which --json lists." in shown
 
 
 def test_a_dry_run_says_where_prewarm_will_refuse(run, warm):
