@@ -36,9 +36,7 @@ def swarm() -> None:
 
 @swarm.command()
 @take_settings_file("prewarm.yaml")
-@click.option(
-    "--dry-run", is_flag=True, help="Show the files and their destinations; copy nothing."
-)
+@click.option("--dry-run", is_flag=True, help="Show the files and destinations; copy nothing.")
 @print_result
 def prewarm(settings: Path, *, dry_run: bool) -> CommandResult:
     r"""Copy the same files to every node of a cluster.

@@ -36,8 +36,8 @@ class DatasetFiles:
         source: URL of the store of the dataset, several that have the same files, or a bucket with
             mirrors. Keys are relative to each.
         cache: Cache on the disk of the node; None caches nothing.
-        warmed: Folders with files of the dataset below their keys, as a prewarm leaves them. They
-            need a cache, which remembers that the files were verified.
+        warmed: Folders with files of the dataset below their keys, or from `shards` on, as a
+            prewarm leaves them. They need a cache, which remembers that the files were verified.
 
     Raises:
         ConfigurationError: A URL names no store.
@@ -54,6 +54,7 @@ class DatasetFiles:
         self._reader = MirroredReader(open_mirrors(list_specs(source)))
         self._cache, self._warmed = cache, tuple(warmed)
         self._lock = threading.Lock()
+        self._has_warned = False
         self._objects: dict[str, MirroredObject] = {}
         self._lent: dict[Path, list[LentFile]] = {}
 
@@ -215,9 +216,20 @@ class DatasetFiles:
     def _find_warmed(self, key: str, size: int, digest: str) -> LentFile | None:
         if self._cache is None:
             return None
+        _, shards, below = key.rpartition("/shards/")
         for folder in self._warmed:
-            if lent := self._cache.lend_from(folder / key, digest, size):
-                return lent
+            # A prewarm leaves the shards below its `destination`, which may be any folder.
+            for name in (key, f"shards/{below}") if shards else (key,):
+                if lent := self._cache.lend_from(folder / name, digest, size):
+                    return lent
+        if self._warmed and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "No warmed folder (%s) has %s, which is read from the store, as are others that "
+                "are missing. Name the folder that has `shards`, or that of the dataset, in it.",
+                ", ".join(map(str, self._warmed)),
+                key,
+            )
         return None
 
 

@@ -72,15 +72,26 @@ def test_without_a_cache_there_is_no_path_but_the_bytes(world: Mirrors):
     assert files.read_file(KEY, len(BODY), DIGEST, blocks=BLOCKS) == BODY
 
 
-def test_a_warmed_node_asks_no_store(world: Mirrors, tmp_path: Path):
+@pytest.mark.parametrize("name", [KEY, KEY[KEY.index("shards/") :]])
+def test_a_warmed_node_asks_no_store(world: Mirrors, tmp_path: Path, name: str):
     warmed = tmp_path / "warmed"
-    (warmed / KEY).parent.mkdir(parents=True)
-    (warmed / KEY).write_bytes(BODY)
+    (warmed / name).parent.mkdir(parents=True)
+    (warmed / name).write_bytes(BODY)
     files = DatasetFiles(world.specs, cache=DiskCache(tmp_path / "c", 10 << 20), warmed=[warmed])
     files.register(KEY, len(BODY), DIGEST)
-    assert files.fetch_file(KEY, len(BODY), DIGEST) == warmed / KEY
+    assert files.fetch_file(KEY, len(BODY), DIGEST) == warmed / name
     assert files.read_range(KEY, 5, 5000) == BODY[5:5000]
     assert world.count() == [0, 0]
+
+
+def test_a_warmed_folder_without_the_files_is_named_once(
+    world: Mirrors, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    files = DatasetFiles(world.specs, cache=DiskCache(tmp_path / "c", 10 << 20), warmed=[tmp_path])
+    for _ in range(2):
+        assert files.fetch_file(KEY, len(BODY), DIGEST) is not None
+    (said,) = caplog.messages
+    assert f"No warmed folder ({tmp_path}) has {KEY}, which is read from the store" in said
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, b""])
