@@ -191,6 +191,7 @@ def test_every_block_of_the_guide_to_datasets(
         left.write_bytes(b"left")
         os.utime(left, (0, 0))
         assert left.as_uri() in guide.run()
+        assert f"{store.as_uri()}/my-dataset holds " in guide.run()
 
         settings = rented_settings(folder / "job.yaml", store, vast, repository)
         (folder / "millrace.yaml").write_text(yaml.safe_dump(settings))
