@@ -84,10 +84,15 @@ def decode_uint32(data: memoryview) -> npt.NDArray[np.uint32]:
 def decode_json(data: memoryview | bytes) -> Any:
     """Return the value of a JSON text, with integers of any size.
 
-    orjson reads integers beyond 64 bits as floats. Then `json` parses the text again, which takes
-    ten times as long.
+    orjson reads integers beyond 64 bits as floats, and refuses NaN, infinities and lone surrogates,
+    which Python writes. Then `json` parses the text again, which takes ten times as long.
     """
-    value = orjson.loads(data)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        with contextlib.suppress(RecursionError, ValueError):
+            return json.loads(bytes(data))
+        raise
     if _may_have_changed(value, data):
         with contextlib.suppress(RecursionError):  # orjson reads more levels
             return json.loads(bytes(data))

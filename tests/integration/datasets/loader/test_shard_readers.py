@@ -319,6 +319,21 @@ def test_tar_shards_without_types_have_those_of_their_extensions() -> None:
     assert Case(store, manifest, []).read(0, 4) == [{"__key__": key, **expected} for key in keys]
 
 
+def test_json_that_python_writes_is_read_from_tars_as_webdataset_reads_it() -> None:
+    texts = ['{"a":[NaN,Infinity,-Infinity]}', r'{"b":"\ud800"}', "{", "[" * 100_000]
+    samples = [Sample(f"k{n}", {"json": text.encode()}, n) for n, text in enumerate(texts)]
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    manifest = write_dataset(store, "d", [FormatName.WEBDATASET], {}, [samples])
+    case = Case(store, manifest, [])
+    assert [repr(one["json"]) for one in case.read(0, 2)] == [
+        "{'a': [nan, inf, -inf]}",
+        "{'b': '\\ud800'}",
+    ]
+    for number in (2, 3):
+        with pytest.raises(errors.ConfigurationError, match=f"'json' of 'k{number}' has a bad val"):
+            case.read(number, number + 1)
+
+
 def test_a_value_of_another_type_is_refused_by_name() -> None:
     samples = [Sample("a", {"cls": b"1"}, 1), Sample("b", {"cls": b"one"}, 2)]
     store = open_store(f"memory://{secrets.token_hex(8)}")
