@@ -6,6 +6,7 @@ integers, and no tokens: the rest of a packed sequence is read again.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -65,16 +66,19 @@ def repeat_last(
 ) -> Iterator[LoadedSample]:
     """Yield the rows of a stream, and then copies of the last one.
 
+    A trainer may change what it receives, also in place. So the last row is copied before that.
+
     Args:
         rows: Rows of the stream.
         copies: Number of copies.
         skip_first: Whether the first row was received before.
     """
-    row = next(rows) if skip_first else {}
+    last = next(rows)
     for row in rows:
-        yield row
-    for _ in range(copies):
-        yield dict(row)
+        yield last
+        last = row
+    for _ in range(copies if skip_first else copies + 1):
+        yield deepcopy(last)
 
 
 def iterate_transformed(
@@ -195,7 +199,8 @@ def _take_sequence(
     while taken < length:
         tokens = pieces[0][1]
         part = tokens[offset : offset + length - taken]
-        parts.append(part)
+        if len(part):  # the type of an empty list is float64
+            parts.append(part)
         taken += len(part)
         offset += len(part)
         if offset == len(tokens):
@@ -226,5 +231,10 @@ def _get_tokens(sample: Mapping[str, Any], field: str) -> npt.NDArray[Any]:
             f"`pack` needs a list of tokens in the field {field!r}, and that of a sample is a "
             f"{type(tokens).__name__} of {found.ndim} dimensions. Correct `pack_field`, or make "
             "tokens in `transform`."
+        )
+    if found.size and found.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"`pack` needs integers in the field {field!r}, and that of a sample has values of the "
+            f"type {found.dtype}. Correct `pack_field`, or make tokens in `transform`."
         )
     return found

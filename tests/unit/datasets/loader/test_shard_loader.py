@@ -327,6 +327,27 @@ def test_what_is_no_list_of_tokens_is_not_packed(make: Make, tokens: Any) -> Non
         list(loader)
 
 
+@pytest.mark.parametrize("tokens", [[0.5, 1.5], ["a", "b"], [True, False], [1 << 70, 1]])
+def test_tokens_that_are_no_integers_are_not_packed(make: Make, tokens: Any) -> None:
+    loader = make(transform=lambda _: {"tokens": tokens}, pack=2)
+    with pytest.raises(errors.ConfigurationError, match="`pack` needs integers in the field 'tok"):
+        list(loader)
+
+
+@pytest.mark.parametrize("make_tokens", [list, lambda ids: np.array(ids, np.uint16)])
+def test_a_document_without_tokens_leaves_the_type_of_the_others(
+    make: Make, make_tokens: Callable[[list[int]], Any]
+) -> None:
+    def tokenize(sample: dict[str, Any]) -> dict[str, Any]:
+        number = int(sample["txt"])
+        return {"tokens": make_tokens([number] * 3) if number % 2 else []}
+
+    found = list(make(transform=tokenize, pack=5, shuffle=False))
+    assert {one["tokens"].dtype for one in found} == {np.asarray(make_tokens([1])).dtype}
+    assert [one["tokens"].tolist() for one in found[:2]] == [[1, 1, 1, 3, 3], [3, 5, 5, 5, 7]]
+    assert [one["tokens_ends"].tolist() for one in found[:2]] == [[0, 3, 3], [1, 1, 4, 4]]
+
+
 def test_sequences_follow_each_other_and_have_the_ends_of_documents(make: Make) -> None:
     loader = make("tokens", shuffle=False, pack=8)
     found = list(loader)
@@ -470,6 +491,20 @@ def test_a_number_that_no_epoch_has_is_refused(make: Make, epoch: Any) -> None:
     with pytest.raises(errors.ConfigurationError, match="epoch: Input should be"):
         loader.seek(epoch, 0)
     assert loader.state_dict() == state
+
+
+def test_a_trainer_that_changes_its_samples_changes_no_repetition(make: Make) -> None:
+    options: dict[str, Any] = {"streams": 3, "world_size": 3, "rank": 2, "remainder": "pad"}
+    expected = [sample["tokens"].tolist() for sample in make("tokens", shuffle=False, **options)]
+    assert expected[-1] == expected[-2]
+    for batch_size in (1, 4):
+        found: list[list[int]] = []
+        for batch in make("tokens", shuffle=False, batch_size=batch_size, **options):
+            for sample in batch:
+                tokens = sample.pop("tokens")
+                found.append(tokens.tolist())
+                tokens += 1
+        assert found == expected
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
