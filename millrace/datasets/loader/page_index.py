@@ -304,18 +304,21 @@ def index_pages(
     if not (is_check or report.is_current):
         others = [one for one in reader.entries if not patterns.matches(one.path)] if reader else []
         report, found = _make_index(spec, files, listed.files, whole, found, others, report)
-    differing = _compare_rows(spec, listed.files, found)
+    differing = _compare_rows(spec, listed.files, found, patterns)
     return replace(report, differing=tuple(differing))
 
 
 def _compare_rows(
-    spec: StoreSpec, files: Sequence[FileRef], entries: Sequence[IndexedFile | None]
+    spec: StoreSpec,
+    files: Sequence[FileRef],
+    entries: Sequence[IndexedFile | None],
+    patterns: Patterns,
 ) -> Iterator[str]:
     """Yield a sentence for each file with other rows than Templar's index of the files says."""
     configs = read_templar_index(open_store(spec, make_folder=False))
-    numbers = match_files(list(configs.values()), [file.path for file in files])
+    numbers = match_files(list(configs.values()), [file.path for file in files], patterns)
     for path, expected in (one for config in configs.values() for one in config.files):
-        entry = entries[numbers[path]]
+        entry = entries[numbers[path]] if path in numbers else None
         rows = sum(expand_row_groups(entry.row_groups)) if entry else expected
         if rows != expected:
             yield f"{path} has {rows} rows, and {SHARD_SIZES} says {expected}."

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import yaml
 
 from millrace import errors
 from millrace.datasets.loader.draw import Page, PageTable
+from millrace.datasets.sources.files import Patterns
 from millrace.storage import Store, read
 
 SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
@@ -107,31 +109,40 @@ def group_by_folder(paths: Sequence[str], table: PageTable) -> dict[str, Templar
     return {name: TemplarConfig(name, "train", tuple(files)) for name, files in grouped.items()}
 
 
-def match_files(configs: Sequence[TemplarConfig], paths: Sequence[str]) -> dict[str, int]:
+def match_files(
+    configs: Sequence[TemplarConfig], paths: Sequence[str], patterns: Patterns | None = None
+) -> dict[str, int]:
     """Return the number of the listed file of each path of configs.
 
-    A path in an index begins with the name of a bucket, and perhaps with a prefix. So the longest
-    ending that is the path of a file counts.
+    All paths in an index begin with the name of a bucket, and perhaps with a prefix. The shortest
+    beginning counts without which one of them is the path of a file, and it is that of all: another
+    file of the same name in another folder is not taken.
 
     Args:
         configs: Configs of a dataset.
         paths: Paths of the listed files.
+        patterns: Patterns of the listed files, if others were not listed. They are left out.
 
     Raises:
         NotFoundError: A file of the index is not there.
     """
     numbers = {path: number for number, path in enumerate(paths)}
-    found: dict[str, int] = {}
-    for path in (path for config in configs for path, _ in config.files):
-        words = path.split("/")
-        endings = ("/".join(words[first:]) for first in range(len(words)))
-        number = next((numbers[one] for one in endings if one in numbers), None)
-        if number is None:
+    named = [path for config in configs for path, _ in config.files]
+    levels = zip(*(path.split("/")[:-1] for path in named), strict=False)
+    folder = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
+    for depth in range(len(folder) + 1):
+        start = len("/".join([*folder[:depth], ""]))
+        found = {path: numbers[path[start:]] for path in named if path[start:] in numbers}
+        if found:
+            break
+    else:
+        start, found = 0, {}
+    for path in named:
+        if path not in found and (patterns is None or patterns.matches(path[start:])):
             raise errors.NotFoundError(
                 f"{SHARD_SIZES} names {path}, and there is no such file. Restore the file, or make "
                 "the index again."
             )
-        found[path] = number
     return found
 
 

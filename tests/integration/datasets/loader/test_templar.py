@@ -278,6 +278,21 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
         draw_pages(0, 1, 1)
 
 
+@pytest.mark.parametrize("prefix", ["", "bucket/", "bucket/a/b/c/"])
+def test_an_index_begins_its_paths_with_any_prefix(dataset: Path, prefix: str) -> None:
+    expected = draw_pages(0, 6, 1)
+    R2DatasetLoader.close_all()
+    change_index(dataset, "bucket/folder/", prefix)
+    assert draw_pages(0, 6, 1) == expected
+
+
+def test_a_file_that_is_gone_is_replaced_by_none_of_the_same_name(dataset: Path) -> None:
+    name = next(iter(CONFIGS))
+    (dataset / name / "train-00000.parquet").rename(dataset / "train-00000.parquet")
+    with pytest.raises(errors.NotFoundError, match=f"names bucket/folder/{name}/train-00000"):
+        draw_pages(0, 1, 1)
+
+
 @pytest.mark.usefixtures("dataset")
 @pytest.mark.parametrize(
     ("act", "text"),

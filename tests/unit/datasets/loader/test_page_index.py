@@ -265,6 +265,14 @@ def test_an_index_says_where_templars_has_other_rows(folder: Path) -> None:
     assert index_pages(str(folder)).differing == (
         "bucket/1.parquet has 1 rows, and _shard_sizes.json says 2.",
     )
+    for pattern, number in (("0*", 0), ("1*", 1), ("deep/*", 0)):
+        for is_check in (True, False):
+            report = index_pages(str(folder), include=[pattern], is_check=is_check)
+            assert (report.files, len(report.differing)) == (1, number)
+    (folder / "1.parquet").unlink()
+    assert index_pages(str(folder), include=["[02]*"]).differing == ()
+    with pytest.raises(errors.NotFoundError, match=r"names bucket/1\.parquet, and there is no"):
+        index_pages(str(folder), include=["[012]*"])
 
 
 @pytest.mark.parametrize(
