@@ -253,13 +253,7 @@ def _find_record_faults(
     ordered = [shards.get(s["key"].removeprefix(f"{dataset}/"), b"") for s in manifest["shards"]]
     yield from _find_block_digest_faults(bodies.get("block_digests.bin"), ordered)
 
-    index = json.loads(bodies["index.json"])["shardlist"]
-    if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
-        (name, stat["samples"], stat["size"])
-        for name, stat in actual.items()
-        if name.endswith(".tar")
-    ):
-        yield "the index does not list exactly the shards there are"
+    yield from _find_index_faults(bodies, actual)
 
     entries = [_parse_record(body) for name, body in bodies.items() if _COMMIT_NAME.fullmatch(name)]
     committed = [{**shard, "samples": e["samples"]} for e in entries for shard in e["shards"]]
@@ -274,6 +268,23 @@ def _find_record_faults(
     yield from _find_quarantine_faults(dataset, bodies, entries, bad_rows)
     if manifest["quarantined"] != bad_rows.total():
         yield f"{bad_rows.total()} bad rows went in, the manifest says {manifest['quarantined']}"
+
+
+def _find_index_faults(
+    bodies: dict[str, bytes], actual: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """Yield the indexes of webdataset that do not list exactly the shards of their splits."""
+    tars = {name: stat for name, stat in actual.items() if name.endswith(".tar")}
+    folders = {f"shards/webdataset/{split}/" for split in map(_read_split, tars)}
+    for folder in ("", *sorted(folders)):
+        own = folder or "shards/webdataset/train/"
+        index = json.loads(bodies.get(f"{folder}index.json", b'{"shardlist": []}'))["shardlist"]
+        if Counter((s["url"], s["nsamples"], s["filesize"]) for s in index) != Counter(
+            (name.removeprefix(folder), stat["samples"], stat["size"])
+            for name, stat in tars.items()
+            if name.startswith(own)
+        ):
+            yield f"{folder}index.json does not list exactly the shards there are"
 
 
 def _find_split_faults(

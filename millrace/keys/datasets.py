@@ -156,7 +156,7 @@ class DatasetKeys:
 
     @property
     def index(self) -> str:
-        """Key of the shard index, in the format of webdataset."""
+        """Key of the index of the split ``train``, in the format of webdataset."""
         return f"{self.dataset}/index.json"
 
     @property

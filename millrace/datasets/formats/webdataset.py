@@ -5,12 +5,12 @@ Headers (ustar, POSIX.1-1988) are made from a template. The next shard uses the 
 """
 
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import orjson
 
-from millrace.datasets.formats.base import BadSampleError, Fields, copy_file
+from millrace.datasets.formats.base import BadSampleError, Fields, copy_file, group_shards
 from millrace.datasets.sample import LargeFile, Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import enlarge_buffer, map_anonymous
@@ -44,25 +44,34 @@ class WebDatasetFormat:
     def make_indexes(
         self, keys: DatasetKeys, fields: Fields, shards: Sequence[ManifestShard]
     ) -> dict[str, bytes]:
-        """Return webdataset's index of the shards (wids-shard-index-v1).
+        """Return webdataset's index of the shards of each split (wids-shard-index-v1).
 
-        URLs are relative to the index. There is no ``md5sum``; ``digest`` is that of the manifest.
+        That in the folder of the dataset has the shards of ``train``. URLs are relative to the
+        index. There is no ``md5sum``; ``digest`` is that of the manifest.
         """
-        index = {
-            "__kind__": "wids-shard-index-v1",
-            "wids_version": 1,
-            "name": keys.dataset,
-            "shardlist": [
-                {
-                    "url": shard.key.removeprefix(f"{keys.dataset}/"),
-                    "nsamples": shard.samples,
-                    "filesize": shard.size,
-                    "digest": shard.digest,
-                }
-                for shard in shards
-            ],
-        }
-        return {keys.index: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
+        train = [shard for shard in shards if shard.split == "train"]
+        indexes = {keys.index: _make_index(keys, f"{keys.dataset}/", train)}
+        for prefix, named in group_shards(keys, self.name, shards):
+            indexes[f"{prefix}index.json"] = _make_index(keys, prefix, [one for _, one in named])
+        return indexes
+
+
+def _make_index(keys: DatasetKeys, prefix: str, shards: Iterable[ManifestShard]) -> bytes:
+    index = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "name": keys.dataset,
+        "shardlist": [
+            {
+                "url": shard.key.removeprefix(prefix),
+                "nsamples": shard.samples,
+                "filesize": shard.size,
+                "digest": shard.digest,
+            }
+            for shard in shards
+        ],
+    }
+    return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
 class TarEncoder:

@@ -305,7 +305,7 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
     assert report.partitions > 5
     assert not exists(store, "sets/one/plan-removed.json")
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
-    assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards)
+    assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards) + 1
 
 
 def test_no_plan_is_committed_while_another_run_removes_one(settings):
@@ -1009,7 +1009,7 @@ def test_a_repair_makes_what_verify_misses_byte_identical(settings, tmp_path, ki
     shard_dataset(settings)
     store = open_store(settings.store)
     before = objects(store, "sets/one/shards/")
-    missing, shortened, flipped, *good = before
+    missing, shortened, flipped, *good = (key for key in before if key.endswith(".tar"))
     assert delete(store, [missing]) == []
     put(store, shortened, before[shortened][:-512])
     put(store, flipped, before[flipped][:-1] + b"x")

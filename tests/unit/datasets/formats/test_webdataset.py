@@ -1,4 +1,5 @@
 import io
+import json
 import random
 import tarfile
 
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.datasets.formats.shard_set import ShardSet
-from millrace.datasets.formats.webdataset import TarEncoder
+from millrace.datasets.formats.webdataset import TarEncoder, WebDatasetFormat
 from millrace.datasets.sources import Sample
+from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ShardLayout
 from tests.support.examples import scale_examples
+from tests.support.formats import describe_shard
 
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="./\\"),
@@ -104,3 +107,19 @@ def test_the_places_of_some_samples_are_kept_for_readers_that_begin_in_the_middl
         assert all(names[offset].endswith(".bin") for _, offset in found)
         encoder.reset()
     assert encoder.sample_offsets == []
+
+
+@pytest.mark.parametrize("splits", [["train", "train", "val"], ["val"], []])
+def test_an_index_has_the_shards_of_one_split(splits):
+    form, keys = WebDatasetFormat(), DatasetKeys("a/b")
+    shards = [describe_shard(form, keys, b"x", 3, split, n) for n, split in enumerate(splits)]
+    prefixes = {f"a/b/shards/webdataset/{split}/": split for split in splits} | {"a/b/": "train"}
+    assert {
+        key: [(shard["url"], shard["nsamples"]) for shard in json.loads(body)["shardlist"]]
+        for key, body in form.make_indexes(keys, {}, shards).items()
+    } == {
+        f"{prefix}index.json": [
+            (shard.key.removeprefix(prefix), 3) for shard in shards if shard.split == split
+        ]
+        for prefix, split in prefixes.items()
+    }
