@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, cast
 
 from millrace import errors
-from millrace.datasets.formats import open_format
+from millrace.datasets.formats import ShardFormat, open_format
 from millrace.datasets.formats.fields import decide_fields
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
@@ -47,6 +47,7 @@ from millrace.schemas.dataset import (
     FileRef,
     HubShardRange,
     Manifest,
+    Partition,
     PartitionEnd,
     RowRange,
     SampleList,
@@ -65,6 +66,7 @@ _CONCURRENCY = 16  # concurrent uploads of the objects of a plan
 # Versions of the code that turns a row into the bytes of a sample. A change of that code which
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
+_PYARROW = "pyarrow"  # its version is that of a package
 _TABLE_VERSIONS = {"table": "2"}  # of rows of Arrow tables
 _KIND_VERSIONS = {
     SourceKind.PARQUET.value: _TABLE_VERSIONS,
@@ -146,11 +148,7 @@ def make_plan(
         layout=ShardLayout(
             formats=tuple(one.name for one in formats),
             fields=fields,
-            writer={
-                **{name: version for one in formats for name, version in one.writer.items()},
-                **_ROW_VERSIONS,
-                **_list_kind_versions(partitioned),
-            },
+            writer=_list_writers(formats, partitioned.record.kind, partitioned.partitions),
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
         ),
@@ -163,11 +161,50 @@ def make_plan(
     return plan, partitioned
 
 
-def _list_kind_versions(partitioned: PartitionedSource) -> dict[str, str]:
-    """Return the versions of the code that reads a source. A list of URLs may be a table, too."""
-    versions = _KIND_VERSIONS.get(partitioned.record.kind, {})
-    is_table = any(isinstance(one.source_range, RowRange) for one in partitioned.partitions[:1])
-    return {**versions, **(_TABLE_VERSIONS if is_table else {})}
+def _list_writers(
+    formats: Iterable[ShardFormat], kind: str, partitions: Sequence[Partition]
+) -> dict[str, str]:
+    """Return the versions of the code that reads a source and writes shards."""
+    # A list of URLs may be a table, too.
+    is_table = any(isinstance(one.source_range, RowRange) for one in partitions[:1])
+    return {
+        **{name: version for one in formats for name, version in one.writer.items()},
+        **_ROW_VERSIONS,
+        **_KIND_VERSIONS.get(kind, {}),
+        **(_TABLE_VERSIONS if is_table else {}),
+    }
+
+
+def describe_writers(plan: DatasetPlan, formats: Sequence[str]) -> str:
+    """Describe the versions of a plan's writers that differ from those that are installed.
+
+    Args:
+        plan: Committed plan.
+        formats: Formats of the plan whose writers count.
+
+    Returns:
+        Sentences, the last one with what to install and without its end; empty if all are equal.
+    """
+    present = _list_writers(map(open_format, formats), plan.source.kind, plan.partitions)
+    all_formats = map(open_format, plan.layout.formats)
+    others = {name for one in all_formats for name in one.writer} - set(present)
+    planned = {name: one for name, one in plan.layout.writer.items() if name not in others}
+    differing = {
+        name: f"{name} {planned.get(name, 'none')}, now {present.get(name, 'none')}"
+        for name in {**planned, **present}
+        if planned.get(name) != present.get(name)
+    }
+    if not differing:
+        return ""
+    needed: list[str] = []
+    if _PYARROW in differing and _PYARROW in planned:
+        needed.append(f"{_PYARROW}=={planned[_PYARROW]}")
+    if set(differing) - {_PYARROW}:
+        needed.append("the version of Millrace that planned it")
+    return (
+        f"The dataset {plan.dataset} was planned with other versions of its writers "
+        f"({'; '.join(differing.values())}). Install {' and '.join(needed)}"
+    )
 
 
 def check_committed(
@@ -448,6 +485,9 @@ def _check_same_plan(
 ) -> None:
     """Check that two plans are equal, except for their partitions.
 
+    A complete dataset may have been planned with other versions of its writers, since no shard is
+    written.
+
     Raises:
         ConflictError, ChangedError: The plans differ.
     """
@@ -459,6 +499,7 @@ def _check_same_plan(
     differing += [
         f"layout.{n} ({_shorten(a)}, now {_shorten(b)})"
         for n, a, b in _find_field_changes(committed.layout, proposed.layout)
+        if n != "writer"
     ]
     differing += [
         f"source.{n} ({_shorten(a)}, now {_shorten(b)})"
@@ -473,6 +514,9 @@ def _check_same_plan(
             f"The dataset {proposed.dataset} was planned with other settings: "
             f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
+    writers = describe_writers(committed, committed.layout.formats)
+    if writers and not exists(store, DatasetKeys(proposed.dataset).manifest):
+        raise errors.ConflictError(f"{writers} to finish it, or give this one another name.")
     if committed.source.digest != proposed.source.digest:
         new_files = (ref for files in _iterate_files(proposed, objects) for ref in files)
         raise _make_changed_error(store, committed, proposed.source, new_files)

@@ -12,6 +12,7 @@ from millrace.datasets.card import make_card, write_card
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.indexes import make_indexes
+from millrace.datasets.plan import describe_writers
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, SourceFiles
@@ -84,8 +85,8 @@ def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_ev
         NotFoundError: The dataset is not complete.
         ChangedError: The source no longer gives the same bytes, or is a list of URLs.
         ConflictError: The ledger has no commit of a faulty shard, the plan has other transforms
-            than the settings, or only the settings of a dataset card can make it again, and there
-            are none.
+            than the settings, other versions of the plan's writers give other bytes, or only the
+            settings of a dataset card can make it again, and there are none.
         CorruptError: The ledger does not have the digests of all blocks.
     """
     store, keys = open_store(settings.store), DatasetKeys(settings.dataset)
@@ -185,6 +186,7 @@ def remake_shards(
 
     Raises:
         ChangedError: The source no longer gives the same bytes, or never gives them twice.
+        ConflictError: Other versions of the plan's writers give other bytes.
     """
     lost = list(lost)
     if lost and not plan.source.is_reproducible:
@@ -207,7 +209,7 @@ def remake_shards(
             progress(ShardRepairStarted(key=one.shard.key, reason=one.reason))
         remade = _remake_shards(source, partitions[entry.partition], plan.layout, entry)
         for one in together:
-            _replace_shard(store, one.shard, remade[one.shard.format])
+            _replace_shard(store, plan, one.shard, remade[one.shard.format])
             progress(ShardRepaired(key=one.shard.key, size=one.shard.size))
 
 
@@ -227,10 +229,17 @@ def _remake_shards(
     return dict(zip(layout.formats, shards.close(), strict=True))
 
 
-def _replace_shard(store: Store, shard: CommittedShard, data: memoryview) -> None:
+def _replace_shard(
+    store: Store, plan: DatasetPlan, shard: CommittedShard, data: memoryview
+) -> None:
     """Write a shard that has the digest of its commit. An object that is intact by now stays."""
     key = shard.key
     if compute_digest(data) != shard.digest:
+        if writers := describe_writers(plan, [shard.format]):
+            raise errors.ConflictError(
+                f"{store.make_url(key)} has other bytes if it is made again, and was not replaced. "
+                f"{writers} to repair it."
+            )
         raise errors.ChangedError(
             f"{store.make_url(key)} cannot be made again: the source has other bytes now. "
             "Nothing was replaced. Restore the source as it was when the dataset was planned."

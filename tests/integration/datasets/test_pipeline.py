@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import secrets
 import tarfile
 import tracemalloc
@@ -35,6 +36,7 @@ from millrace.datasets import (
     shard_dataset,
     verify_dataset,
 )
+from millrace.datasets.formats.parquet import ParquetFormat
 from millrace.datasets.plan import commit_plan
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -48,6 +50,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.datasets.quarantine import QuarantineLimit
+from millrace.datasets.settings import CardSettings
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
 from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name, parse_lease
@@ -1036,6 +1039,58 @@ def test_a_repair_from_a_source_that_gives_other_bytes_replaces_nothing(settings
     with pytest.raises(errors.ChangedError, match="the source has other bytes now"):
         repair_dataset(settings)
     assert read(store, damaged) == b"damaged"
+
+
+def upgrade_pyarrow(monkeypatch, *, other_bytes: bool = True) -> None:
+    """Make this process one with a later pyarrow, whose files may have other bytes."""
+    monkeypatch.setattr(ParquetFormat, "writer", {**ParquetFormat.writer, "pyarrow": "99.0"})
+    if other_bytes:
+        monkeypatch.setattr("millrace.datasets.formats.parquet._COMPRESSION_LEVEL", 19)
+
+
+@pytest.mark.parametrize("other_bytes", [False, True])
+def test_a_repair_with_another_pyarrow_names_the_version_that_has_the_bytes(
+    settings, monkeypatch, other_bytes
+):
+    settings = changed(
+        settings,
+        sharding={"formats": ["webdataset", "parquet"]},
+        execution={"workers": 0},
+    )
+    shard_dataset(settings)
+    store = open_store(settings.store)
+    before = objects(store, "sets/one/shards/")
+    tar, table = (next(key for key in before if key.endswith(end)) for end in (".tar", ".parquet"))
+    upgrade_pyarrow(monkeypatch, other_bytes=other_bytes)
+    assert delete(store, [tar]) == []
+    assert repair_dataset(settings).remade_keys == (tar,)
+    assert delete(store, [table]) == []
+    if other_bytes:
+        version = re.escape(pa.__version__)
+        said = rf"\(pyarrow {version}, now 99\.0\)\. Install pyarrow=={version} to repair it\."
+        with pytest.raises(errors.ConflictError, match=said):
+            repair_dataset(settings)
+        assert not exists(store, table)
+    else:
+        repair_dataset(settings)
+        assert objects(store, "sets/one/shards/") == before
+
+
+def test_a_later_pyarrow_is_refused_only_while_shards_are_to_be_written(settings, monkeypatch):
+    settings = changed(settings, sharding={"formats": ["parquet"]}, execution={"workers": 0})
+    report = shard_dataset(settings)
+    upgrade_pyarrow(monkeypatch)
+    again = shard_dataset(settings.model_copy(update={"card": CardSettings(license="mit")}))
+    assert (again.was_complete, again.new_shards) == (True, 0)
+    assert again.manifest == report.manifest
+    store = open_store(settings.store)
+    assert exists(store, "sets/one/README.md")
+    assert preflight_dataset(settings)[1].refusals == ()
+    assert delete(store, ["sets/one/manifest.json"]) == []
+    said = f"Install pyarrow=={pa.__version__} to finish it, or give this one another name."
+    with pytest.raises(errors.ConflictError, match=re.escape(said)):
+        shard_dataset(settings)
+    assert preflight_dataset(settings)[1].refusals[0].endswith(said)
 
 
 @pytest.mark.parametrize("found", ["missing", "other size"])
