@@ -5,7 +5,8 @@ is written before the card, and both after the manifest. The last line of a card
 the lines above, so an edited card is recognised, and is never replaced.
 
 ``datasets`` opens all configs of a card with the reader of the first one. So a card has configs of
-formats that one reader reads: ``parquet`` and ``pages``, or else ``webdataset``.
+formats that one reader reads: ``parquet`` and ``pages``, or else ``webdataset``. Without shards of
+these, it has one config without files, and ``datasets`` says that there are none.
 """
 
 import re
@@ -177,10 +178,10 @@ def _make_metadata(card: DatasetCard, manifest: Manifest) -> dict[str, Any]:
                 "download_size": sum(one.size for own in splits.values() for one in own),
             }
         )
-    if configs:
-        configs[0]["default"] = True
-        metadata |= {"configs": configs, "dataset_info": infos}
-    return metadata
+    if not configs:  # without any, `datasets` reads the records and indexes in JSON as samples
+        return metadata | {"configs": [{"config_name": "default", "data_files": []}]}
+    configs[0]["default"] = True
+    return metadata | {"configs": configs, "dataset_info": infos}
 
 
 def _select_configs(manifest: Manifest) -> list[FormatName]:

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import yaml
+from datasets.exceptions import DataFilesNotFoundError
 from huggingface_hub import HfApi
 
 from millrace import PipelineSettings, errors, shard_dataset
@@ -181,7 +182,12 @@ def test_a_card_says_what_the_dataset_is(tmp_path: Path) -> None:
 
 def test_formats_that_datasets_cannot_read_are_in_the_text_only(tmp_path: Path) -> None:
     shard_dataset(make_settings(tmp_path, ["litdata"], card={}))
-    assert read_metadata(tmp_path) == {"size_categories": ["1K<n<10K"]}
+    assert read_metadata(tmp_path) == {
+        "size_categories": ["1K<n<10K"],
+        "configs": [{"config_name": "default", "data_files": []}],
+    }
+    with pytest.raises(DataFilesNotFoundError, match="data files found in"):
+        load(tmp_path, str(tmp_path / "out/words"))
     assert "`litdata.StreamingDataset`" in (tmp_path / "out/words/README.md").read_text()
 
 
