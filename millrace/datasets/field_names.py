@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 KEY = "__key__"
 """Field of a read sample that has its key, as in webdataset."""
+TOKENS = "tokens"
+"""Field of the tokens of a text."""
 RESERVED = re.compile(r"__[^/]*__")
 """Part of an extension that readers reserve."""
 

@@ -106,9 +106,9 @@ class FunctionTransform:
                 "use a machine with more memory, and run it again: the run continues."
             ) from error
         except BaseException as error:  # also `sys.exit`, and a panic of Rust
-            if _is_interruption(error):
+            if is_interruption(error):
                 raise
-            return [make_bad_row(sample, f"{self._name} raised {_format_last_line(error)}")]
+            return [make_bad_row(sample, f"{self._name} raised {format_last_line(error)}")]
         if not isinstance(made, list):
             return [self._make_row(sample, made, None)]
         parts = cast("list[Any]", made)
@@ -168,14 +168,14 @@ def _count_arguments(function: Callable[..., Any], name: str) -> int:
     return count
 
 
-def _is_interruption(error: BaseException) -> bool:
+def is_interruption(error: BaseException) -> bool:
     """Decide whether an exception is not of the code that it ended: of Ctrl-C, or of a signal."""
     handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
     frames = traceback.walk_tb(error.__traceback__)
     return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f, _ in frames)
 
 
-def _format_last_line(error: BaseException) -> str:
+def format_last_line(error: BaseException) -> str:
     """Return the last line of a traceback, the same on every machine."""
     text = "".join(traceback.format_exception_only(type(error), error))
     line = " ".join(
@@ -205,10 +205,10 @@ def load_from_bytes(code: bytes, name: str, where: str) -> Callable[..., Any]:
                 exec(compile(code, f"<{where}>", "exec"), module.__dict__)  # noqa: S102 - the user's
         except BaseException as error:
             del sys.modules[module_name]
-            if _is_interruption(error):
+            if is_interruption(error):
                 raise
             raise ConfigurationError(
-                f"{where} cannot be run: {_format_last_line(error)}. Modules beside the file are "
+                f"{where} cannot be run: {format_last_line(error)}. Modules beside the file are "
                 "not sent with it: install them as a package."
             ) from error
     return _get_function(module, name, where)
@@ -227,10 +227,10 @@ def load_installed(module_name: str, name: str) -> tuple[Callable[..., Any], str
         with _prints_to_stderr:
             module = importlib.import_module(module_name)
     except BaseException as error:
-        if _is_interruption(error):
+        if is_interruption(error):
             raise
         raise ConfigurationError(
-            f"The module {module_name} cannot be imported: {_format_last_line(error)}. Install it "
+            f"The module {module_name} cannot be imported: {format_last_line(error)}. Install it "
             "on every machine that works on the dataset, or write ./file.py:function."
         ) from error
     function = _get_function(module, name, module_name)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from millrace.datasets.field_names import TOKENS
 from millrace.datasets.formats.base import read_field
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.transforms.base import Packing, RowGroup, make_changed_error
 
-_TOKENS = "tokens"
 _BAD_ROW = 1 << 32  # a `next_skip` counts tokens in its low bits, and bad rows above them
 
 
@@ -104,7 +104,7 @@ class _Packer:
             yield row._replace(next_cursor=cursor, next_skip=skip)
 
     def _add_document(self, document: Sample, *, is_last: bool) -> Iterator[Row]:
-        tokens = np.frombuffer(read_field(document.fields[_TOKENS]), self._array_type)
+        tokens = np.frombuffer(read_field(document.fields[TOKENS]), self._array_type)
         at = min(self._skipped_tokens, len(tokens))
         self._skipped_tokens -= at
         self._group_tokens += at
@@ -124,7 +124,7 @@ class _Packer:
     def _take_sample(self, start: _Start) -> Sample:
         tokens = np.concatenate(self._parts).tobytes()
         self._start, self._parts, self._size = None, [], 0
-        return Sample(f"{start.key}-{start.offset:08d}", {_TOKENS: tokens}, *self._locate())
+        return Sample(f"{start.key}-{start.offset:08d}", {TOKENS: tokens}, *self._locate())
 
     def _locate(self) -> tuple[int, int]:
         """Return the position of the first token that is not yet in a sample."""

@@ -6,14 +6,14 @@ from functools import lru_cache
 import numpy as np
 from tokenizers import Tokenizer, __version__
 
+from millrace.datasets.field_names import TOKENS
 from millrace.datasets.formats.base import read_field
 from millrace.datasets.sample import Row, Sample
 from millrace.datasets.transforms.base import make_bad_row
+from millrace.datasets.transforms.function import format_last_line, is_interruption
 from millrace.datasets.transforms.settings import TokenizeSettings
 from millrace.errors import ConfigurationError
 
-TOKENS = "tokens"
-"""Name of the field with the tokens."""
 LIBRARY_VERSION: str = __version__
 """Version of the library, which decides the tokens beside the file of the tokenizer."""
 MAX_TEXT_BYTES = 16 << 20
@@ -40,7 +40,8 @@ class TokenizeTransform:
         self._settings = settings
         self._tokenizer = load_tokenizer(tokenizer)
         self._end = find_token(self._tokenizer, settings.end_token)
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        largest = max([*vocabulary.values(), *self._list_added_ids()], default=0)
         self.dtype = "uint16" if largest < 1 << 16 else "uint32"
         self._array_type = np.dtype(self.dtype).newbyteorder("<")
 
@@ -55,16 +56,39 @@ class TokenizeTransform:
                 rows.append(make_bad_row(sample, str(error)))
             else:
                 rows.append(sample)
-        # The method without offsets takes less time and memory.
-        encodings = iter(
-            self._tokenizer.encode_batch_fast(
-                texts, add_special_tokens=self._settings.add_special_tokens
-            )
-        )
+        found = iter(self._encode(texts))
         return [
-            [self._replace_text(row, next(encodings).ids) if isinstance(row, Sample) else row]
+            [self._replace_text(row, next(found)) if isinstance(row, Sample) else row]
             for row in rows
         ]
+
+    def _list_added_ids(self) -> list[int]:
+        """Return the ids that the tokenizer adds to a text, which its vocabulary may not have."""
+        found = self._encode_text("")
+        return [] if isinstance(found, str) else found
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int] | str]:
+        """Return the ids of each text, or the reason why the tokenizer refuses the text."""
+        try:
+            # The method without offsets takes less time and memory.
+            encodings = self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=self._settings.add_special_tokens
+            )
+        except BaseException as error:  # also a panic of Rust
+            if isinstance(error, MemoryError) or is_interruption(error):
+                raise
+            return [*map(self._encode_text, texts)]
+        return [one.ids for one in encodings]
+
+    def _encode_text(self, text: str) -> list[int] | str:
+        try:
+            return self._tokenizer.encode(
+                text, add_special_tokens=self._settings.add_special_tokens
+            ).ids
+        except BaseException as error:
+            if isinstance(error, MemoryError) or is_interruption(error):
+                raise
+            return f"the tokenizer refused the text: {format_last_line(error)}"
 
     def _read_text(self, sample: Sample) -> str:
         """Return the text of a sample.
@@ -88,7 +112,9 @@ class TokenizeTransform:
         except UnicodeDecodeError:
             raise ValueError(f"the field {field!r} is not text in UTF-8") from None
 
-    def _replace_text(self, sample: Sample, ids: list[int]) -> Sample:
+    def _replace_text(self, sample: Sample, ids: list[int] | str) -> Row:
+        if isinstance(ids, str):
+            return make_bad_row(sample, ids)
         if self._end is not None:
             ids.append(self._end)
         tokens = np.array(ids[: self._settings.truncate], self._array_type).tobytes()

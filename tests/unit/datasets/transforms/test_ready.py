@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from millrace import errors
 from millrace.datasets.sample import BadRow, LargeFile, Sample
@@ -215,6 +215,33 @@ def test_texts_that_cannot_be_tokenized_are_quarantined_beside_good_ones():
         "the field 'tokens' is there already: rename it before",
         "a text of more than 16 MiB takes too much memory to tokenize: divide it before",
     ]
+
+
+def make_words(*, unknown=None, added=None):
+    """Return a tokenizer of the words a and b, with a token that it adds to each text."""
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token=unknown))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if added is not None:
+        library.post_processor = processors.TemplateProcessing(
+            single="[BOS] $A", special_tokens=[("[BOS]", added)]
+        )
+    return library.to_str().encode()
+
+
+def test_a_text_that_the_tokenizer_refuses_is_quarantined_beside_good_ones():
+    _, rows = tokenize(make_samples("a b", "a c", "", "b"), make_words())
+    assert [len(row.fields["tokens"]) for row in rows if isinstance(row, Sample)] == [4, 0, 2]
+    assert rows[1].reason.startswith("the tokenizer refused the text: Exception: WordLevel error")
+
+
+@pytest.mark.parametrize("added", [65_535, 65_536])
+def test_an_id_that_the_vocabulary_does_not_have_decides_the_type_too(added):
+    samples = make_samples("a b")
+    transform, (row,) = tokenize(samples, make_words(added=added), add_special_tokens=True)
+    assert transform.dtype == ("uint16" if added < 1 << 16 else "uint32")
+    assert np.frombuffer(row.fields["tokens"], transform.dtype).tolist() == [added, 0, 1]
+    transform, _ = tokenize(samples, make_words(added=added))
+    assert transform.dtype == "uint16"
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"\xff", b"[1]"])
