@@ -415,7 +415,8 @@ class ShardLayout(RecordPart):
 
     Attributes:
         formats: Formats of the shards, of `millrace.datasets.formats`. Each has all samples.
-        fields: Types of the fields, for formats whose fields have types; empty without them.
+        fields: Types of the fields, for formats whose fields have types. Without such formats,
+            the types of the tokens that `tokenize` makes.
         writer: Versions of the writers and of the encoders.
         shard_bytes: Maximum bytes of a shard.
         shard_samples: Maximum number of samples in a shard.
@@ -638,7 +639,8 @@ class Manifest(Record):
         dataset: Name of the dataset.
         plan_digest: Digest of the plan.
         formats: Formats of the shards. Each has all samples.
-        fields: Types of the fields, for formats whose fields have types; empty without them.
+        fields: Types of the fields, for formats whose fields have types. Without such formats,
+            the types of the tokens that `tokenize` makes.
         shards: Shards of all formats, in the order of their commits.
         samples: Number of samples by split.
         size: Bytes of all shards.

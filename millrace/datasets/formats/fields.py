@@ -1,7 +1,10 @@
 """Decide the types of the fields, for formats whose fields have types."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
+from millrace.datasets.field_names import TOKENS
 from millrace.datasets.formats.base import FieldType, ShardFormat, guess_type
 from millrace.datasets.sources import SourceKind, SourceSettings
 from millrace.errors import ConfigurationError
@@ -21,7 +24,8 @@ def decide_fields(
     """Return the types of the fields of every sample, by their names.
 
     A field without a type in the settings has the type of its extension, as in webdataset: ``txt``
-    is text, ``json`` is JSON, ``cls`` is an integer, and most are bytes.
+    is text, ``json`` is JSON, ``cls`` is an integer, and most are bytes. The tokens of `tokenize`
+    have the type of their ids, also in webdataset, whose readers could not know it.
 
     Args:
         formats: Formats of the dataset.
@@ -32,13 +36,14 @@ def decide_fields(
             their extensions.
 
     Returns:
-        Types in the order of the names; nothing if no format has types.
+        Types in the order of the names; those of tokens alone if no format has types.
 
     Raises:
         ConfigurationError: The fields are not known, a type is given or a transform asks for a
-            field that the samples do not have, or a format cannot have the fields.
+            field that the samples do not have, a type is not that of the tokens, or a format cannot
+            have the fields.
     """
-    found = _trace_fields(source, steps, schema_types)
+    traced = _trace_fields(source, steps, schema_types)
     typed = sorted(one.name for one in formats if one.has_types)
     if not typed:
         if types:
@@ -46,61 +51,101 @@ def decide_fields(
                 "`types` are for formats whose fields have types, and the fields of webdataset "
                 "have none. Remove `types`, or add a format."
             )
-        return {}
-    if found is None:
-        if not types:
+        return {name: kind.value for name, kind in traced.tokens.items()}
+    found = dict(traced.fields)
+    if not traced.is_complete:
+        if not types and not found:
             raise ConfigurationError(
                 f"{typed[0]} needs the fields of the samples, which neither files nor functions "
                 "name. Write them into `types` of `sharding`, such as {jpg: bytes, cls: int}. Of a "
                 "list of URLs, name the field of the bodies in `content_field`."
             )
-        found = dict(types)
+        found |= types
     if unknown := sorted(types.keys() - found.keys()):
         raise ConfigurationError(
             f"`types` has {unknown[0]!r}, and the samples have the fields {sorted(found)}. "
             "Correct `types`, or the `columns` of the source."
         )
+    for name, kind in traced.tokens.items():
+        if types.get(name, kind) not in {kind, FieldType.BYTES}:
+            raise ConfigurationError(
+                f"`types` gives the field {name!r} the type {types[name]}, and `tokenize` makes it "
+                f"of the type {kind}, by the vocabulary of its tokenizer. Write {{{name}: "
+                f'"{kind}"}}, or leave the field out of `types`.'
+            )
     fields = dict(sorted((found | dict(types)).items()))
     for one in formats:
         one.make_encoder(fields, _CAPACITY)  # refuses fields that the format cannot have
     return {name: kind.value for name, kind in fields.items()}
 
 
+class _TracedFields(NamedTuple):
+    """Fields of the samples after some transforms.
+
+    Attributes:
+        fields: Types of the known fields, by their names.
+        is_complete: Whether the samples have no other fields.
+        tokens: Types of the fields that `tokenize` has made, by their names.
+    """
+
+    fields: Mapping[str, FieldType]
+    is_complete: bool = True
+    tokens: Mapping[str, FieldType] = MappingProxyType({})
+
+
+_UNKNOWN = _TracedFields({}, is_complete=False)
+
+
 def _trace_fields(
     source: SourceSettings, steps: Sequence[JsonObject], schema_types: Mapping[str, str] | None
-) -> dict[str, FieldType] | None:
-    """Return the fields that the samples have after the transforms; None if they are not known.
+) -> _TracedFields:
+    """Return the fields that the samples have after the transforms.
 
     Raises:
         ConfigurationError: A transform needs a field that the samples do not have.
     """
-    if source.kind in {SourceKind.FILES, SourceKind.WEBDATASET}:
-        return None
-    names = [*(source.columns or ["json"])]
-    if source.kind is SourceKind.URLS:
-        if source.urls.content_field is None:
-            return None
-        names.append(source.urls.content_field)
-    fields = {name: guess_type(name) for name in names}
-    fields |= {name: FieldType(kind) for name, kind in (schema_types or {}).items()}
+    traced = _list_source_fields(source, schema_types)
     for step in steps:
         needed = step.get("fields") or ([step["field"]] if "field" in step else [])
-        if missing := sorted(set(needed) - fields.keys()):
+        missing = sorted(set(needed) - traced.fields.keys())
+        if missing and traced.is_complete:
             raise ConfigurationError(
                 f"The transform {step['kind']} needs the field {missing[0]!r}, and the samples "
-                f"have the fields {sorted(fields)}. Name the column in `columns` of the source, "
-                f'such as {{"{missing[0]}": "text"}}, or correct the transform.'
+                f"have the fields {sorted(traced.fields)}. Name the column in `columns` of the "
+                f'source, such as {{"{missing[0]}": "text"}}, or correct the transform.'
             )
         match step["kind"]:
             case "function":
-                return None
+                traced = _UNKNOWN
             case "rename":
-                fields = {step["fields"].get(name, name): kind for name, kind in fields.items()}
+                new: Mapping[str, str] = step["fields"]
+                traced = traced._replace(
+                    fields={new.get(name, name): kind for name, kind in traced.fields.items()},
+                    tokens={new.get(name, name): kind for name, kind in traced.tokens.items()},
+                )
             case "tokenize":
-                fields.pop(step["field"], None)
+                tokens = {TOKENS: FieldType(f"{step['dtype']}[]")}
                 if "pack" in step:
-                    fields.clear()
-                fields["tokens"] = FieldType(f"{step['dtype']}[]")
+                    traced = _TracedFields(tokens, tokens=tokens)
+                    continue
+                kept = {n: kind for n, kind in traced.fields.items() if n != step["field"]}
+                traced = traced._replace(fields=kept | tokens, tokens={**traced.tokens, **tokens})
             case _:
                 pass  # a filter changes no field
-    return fields
+    return traced
+
+
+def _list_source_fields(
+    source: SourceSettings, schema_types: Mapping[str, str] | None
+) -> _TracedFields:
+    if source.kind in {SourceKind.FILES, SourceKind.WEBDATASET}:
+        return _UNKNOWN
+    names = [*(source.columns or ["json"])]
+    if source.kind is SourceKind.URLS:
+        if source.urls.content_field is None:
+            return _UNKNOWN
+        names.append(source.urls.content_field)
+    fields = {name: guess_type(name) for name in names}
+    return _TracedFields(
+        fields | {name: FieldType(kind) for name, kind in (schema_types or {}).items()}
+    )

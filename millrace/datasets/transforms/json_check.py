@@ -21,12 +21,11 @@ class JsonCheck:
     the check takes what that parser does.
 
     Args:
-        types: Types of the fields, by their names; empty for formats without types.
+        types: Types of the fields, by their names. Fields of formats without types have none.
     """
 
     def __init__(self, types: Mapping[str, str]) -> None:
         self._types = types
-        self._parse: Callable[[bytes], object] = orjson.loads if types else _parse_as_python
 
     def check_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Yield rows, with a bad row for each sample with a field that is no JSON."""
@@ -55,7 +54,7 @@ class JsonCheck:
                 if max(map(len, values), default=0) >= LARGE_LINE:
                     return False
                 try:
-                    deque(map(self._parse, values), maxlen=0)
+                    deque(map(self._choose_parser(name), values), maxlen=0)
                 except (ValueError, RecursionError):
                     return False
         return True
@@ -67,25 +66,28 @@ class JsonCheck:
             if not is_json(name, self._types):
                 continue
             if isinstance(data, LargeFile):
-                if data.size > _MAX_PARSED and not self._types:
+                if data.size > _MAX_PARSED and name not in self._types:
                     continue
                 # The file is not read again by the encoder.
                 row = row._replace(fields={**row.fields, name: read_field(data)})
-            if reason := self._find_fault(read_field(row.fields[name])):
+            if reason := self._find_fault(name, read_field(row.fields[name])):
                 return make_bad_row(row, f"the field {name!r} {reason}")
         return row
 
-    def _find_fault(self, data: bytes) -> str:
+    def _find_fault(self, name: str, data: bytes) -> str:
         if exceeds_memory(data):
             return "has more objects and arrays than memory holds"
         try:
-            self._parse(data)
+            self._choose_parser(name)(data)
         except orjson.JSONDecodeError as error:
             refusal = explain_refusal(data, error)
             return f"is {refusal}" if refusal else f"is no JSON: {error}"
         except (ValueError, RecursionError) as error:
             return f"is no JSON: {error}"
         return ""
+
+    def _choose_parser(self, name: str) -> Callable[[bytes], object]:
+        return orjson.loads if name in self._types else _parse_as_python
 
 
 def _parse_as_python(data: bytes) -> object:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow import parquet
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.datasets import plan_garbage, repair_dataset, verify_dataset
+from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import (
     PartitionOpened,
     ShardCommitted,
@@ -358,3 +359,55 @@ def test_identifiers_pass_a_function_unchanged(tmp_path, formats):
     if "parquet" in formats:
         (shard,) = (tmp_path / "store/d/shards/parquet/train").glob("*.parquet")
         assert parquet.read_table(shard)["id"].to_pylist() == ["007", "0012", "A-5", "13"]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A folder with a tokenizer of 70,001 words and a source of three texts."""
+    vocabulary = {f"w{number}": number for number in range(70_000)} | {END: 70_000}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "source").mkdir()
+    lines = [json.dumps({"text": text}) for text in ("w1 w2 w3", "w69999 w5", "w7 unknown", "w7")]
+    (tmp_path / "source/a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "clean.py").write_text("def split(sample):\n    return sample\n")
+    return tmp_path
+
+
+def shard_words(folder, formats, transforms, types):
+    settings = make_settings(folder, "store", transforms)
+    sharding = {"formats": formats, "types": types, "seed": None, "transforms": transforms}
+    return shard_dataset(
+        PipelineSettings.model_validate(
+            {
+                **settings.model_dump(),
+                "sharding": sharding,
+                "execution": {"max_quarantined": 0.5, "workers": 1},
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("formats", [["tokens", "parquet"], ["webdataset"]])
+@pytest.mark.parametrize("before", [[], make_split], ids=["alone", "after a function"])
+def test_tokens_of_a_large_vocabulary_are_loaded_as_they_are(words, formats, before):
+    tokenize = {"tokenizer": f"{words}/tokenizer.json", "end_token": END}
+    transforms = [*(before(words) if before else []), tokenize]
+    report = shard_words(words, formats, transforms, {})
+    assert report.manifest.fields == {"tokens": "uint32[]"}
+    assert report.manifest.quarantined == 1, "the tokenizer refuses the text with an unknown word"
+    for name in formats:
+        loader = ShardLoader(f"file://{words}/store", "d", format=name, shuffle=False)
+        assert [sample["tokens"].tolist() for sample in loader] == [
+            [1, 2, 3, 70_000],
+            [69_999, 5, 70_000],
+            [7, 70_000],
+        ]
+
+
+def test_a_type_that_the_ids_of_a_tokenizer_do_not_fit_is_refused(words):
+    pack = {"tokenizer": f"{words}/tokenizer.json", "end_token": END, "pack": 4}
+    with pytest.raises(errors.ConfigurationError, match=r'Write {tokens: "uint32\[\]"}'):
+        shard_words(words, ["tokens"], [*make_split(words), pack], {"tokens": "uint16[]"})
+    assert not (words / "store/d").exists()
