@@ -67,13 +67,14 @@ _CONCURRENCY = 16  # concurrent uploads of the objects of a plan
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
 _PYARROW = "pyarrow"  # its version is that of a package
-_TABLE_VERSIONS = {"table": "2"}  # of rows of Arrow tables
+_TABLE_VERSIONS = {"table": "3"}  # of rows of Arrow tables
 _KIND_VERSIONS = {
+    SourceKind.JSONL.value: {"jsonl": "2"},
     SourceKind.PARQUET.value: _TABLE_VERSIONS,
     SourceKind.HUGGINGFACE.value: _TABLE_VERSIONS,
     SourceKind.CSV.value: {"csv": "1"},
     SourceKind.WEBDATASET.value: {"tar": "2"},
-    SourceKind.URLS.value: {"urls": "1"},
+    SourceKind.URLS.value: {"urls": "2"},
 }
 
 

@@ -4,15 +4,23 @@ Every function refuses a value that a reader could not decode. The messages foll
 field, as in ``the field 'cls' is no integer of 64 bits``.
 """
 
+import operator
 import re
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
 
-from millrace.datasets.formats.base import BadSampleError, Fields
+from millrace.datasets.formats.base import BadSampleError, Fields, FieldType
 from millrace.datasets.sample import Sample
 
 _INT = re.compile(rb"-?[0-9]{1,19}")
 _MAX_NUMBER_BYTES = 400  # the longest decimal text of a float64 that JSON encoders write is shorter
 _SPACES = b" \t\r\n"
+_TYPE_CODES: Mapping[str, str] = MappingProxyType(
+    {FieldType.UINT16_ARRAY: "H", FieldType.UINT32_ARRAY: "I"}
+)
 
 
 def check_names(sample: Sample, fields: Fields) -> None:
@@ -100,6 +108,51 @@ def check_array(size: int, item_size: int) -> None:
     """
     if size % item_size:
         raise BadSampleError(f"has {size} bytes, which is no multiple of {item_size}")
+
+
+def is_array(kind: str | None) -> bool:
+    """Decide whether the type of a field is that of an array of integers."""
+    return kind in _TYPE_CODES
+
+
+def encode_array(value: Any, kind: str) -> bytes:
+    """Return integers as little-endian bytes. Bytes stay as they are.
+
+    Args:
+        value: List of integers, array of integers of NumPy or another library, or bytes.
+        kind: Type of the field, ``uint16[]`` or ``uint32[]``.
+
+    Raises:
+        BadSampleError: The value is none of these, or the type cannot hold one of its integers.
+    """
+    if isinstance(value, bytes | bytearray) or getattr(value, "format", "") == "B":
+        return bytes(value)
+    to_list = getattr(value, "tolist", None)
+    given: Any = value if to_list is None else to_list()
+    if not isinstance(given, list | tuple):
+        raise BadSampleError(f"is a {type(value).__name__}, and {kind} takes a list of integers")
+    given = cast("Sequence[Any]", given)
+    numbers = given if set(map(type, given)) <= {int} else [*map(_read_integer, given)]
+    code = _TYPE_CODES[kind]
+    try:
+        packed = array(code, cast("Sequence[int]", numbers))
+    except (OverflowError, TypeError):
+        most = (1 << 8 * array(code).itemsize) - 1
+        index = next(i for i, one in enumerate(numbers) if one is None or not 0 <= one <= most)
+        raise BadSampleError(
+            f"has {given[index]!r:.40} at index {index}, and {kind} holds integers from 0 to {most}"
+        ) from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _read_integer(value: Any) -> int | None:
+    """Return an integer, also one of NumPy; None for another value."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _show(data: bytes) -> str:

@@ -303,7 +303,9 @@ def open_source(  # noqa: PLR0911 - one for each kind
             )
         case SourceKind.CSV:
             table_settings = {name: record.settings[name] for name in _CSV_SETTINGS}
-            return CsvSource(files, dataset_store, **table_settings, any_version=any_version)
+            return CsvSource(
+                files, dataset_store, **table_settings, types=types, any_version=any_version
+            )
         case SourceKind.PARQUET:
             from millrace.datasets.sources.parquet import ParquetSource  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
 """Rows of Arrow tables as samples. Each row is a sample.
 
-Text and bytes are written unchanged, and other values as JSON.
+Text and bytes are written unchanged, and other values as JSON. Lists of integers become the items
+of a field that is an array.
 """
 
 import io
@@ -17,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace import errors
-from millrace.datasets.formats.base import is_json
+from millrace.datasets.formats.base import BadSampleError, is_json
+from millrace.datasets.formats.values import encode_array, is_array
 from millrace.datasets.sample import BadRow, Row, RowBatch, Sample, make_keys
 
 Array = Any  # `pa.Array` of any type; its stubs do not type the elements
@@ -92,7 +94,9 @@ def make_rows(
     else:
         values = {
             extension: encode_column(
-                follow_path(batch, column), takes_null=is_json(extension, types)
+                follow_path(batch, column),
+                takes_null=is_json(extension, types),
+                field_type=types.get(extension, ""),
             )
             for extension, column in columns.items()
         }
@@ -120,6 +124,8 @@ def _make_fields(
             fields[extension] = value
             continue
         what = f"the column {columns[extension]!r}" if columns else "the row"
+        if isinstance(value, BadSampleError):
+            return f"{what} {value}"
         return f"{what} is null" if value is None else f"{what} cannot be written: {value}"
     return fields
 
@@ -289,13 +295,16 @@ def is_binary(kind: pa.DataType) -> bool:
     )
 
 
-def encode_column(array: Array, *, takes_null: bool = True) -> Values:
+def encode_column(array: Array, *, takes_null: bool = True, field_type: str = "") -> Values:
     """Return the bytes of a column's values.
 
     Args:
         array: Values of the column.
         takes_null: Whether their field can be null, if the column has no type of its own.
+        field_type: Type of their field. Lists of integers become the items of an array.
     """
+    if is_array(field_type):
+        return _encode_arrays(_drop_extension(array), field_type)
     if isinstance(array.type, Int96Type):
         return [_encode_json(value) for value in _read_values(array)]
     array = _drop_extension(array)
@@ -311,6 +320,39 @@ def encode_column(array: Array, *, takes_null: bool = True) -> Values:
     if pa.types.is_integer(kind) and not array.null_count:
         return _slice_values(array.cast(pa.string()))  # the digits are those of JSON
     return [_encode_json(value) for value in _read_values(array)]
+
+
+def _encode_arrays(array: Array, field_type: str) -> Values:
+    """Return lists of integers as the items of arrays, and bytes as they are.
+
+    Lists whose integers fit are converted at once. Others are checked one by one.
+    """
+    if is_binary(array.type):
+        return encode_column(array)
+    item = getattr(array.type, "value_type", None)
+    if item is not None and pa.types.is_integer(item) and not pa.types.is_dictionary(array.type):
+        lists = array.drop_null()
+        items = lists.flatten()
+        bounds = cast("Any", pc).min_max(items).as_py()
+        dtype = np.dtype(field_type.removesuffix("[]")).newbyteorder("<")
+        if (
+            not items.null_count
+            and (bounds["min"] or 0) >= 0
+            and (bounds["max"] or 0) <= np.iinfo(dtype).max
+        ):
+            data = io.BytesIO(items.to_numpy().astype(dtype).tobytes())
+            sizes = cast("Any", pc).list_value_length(array).to_pylist()
+            return [None if n is None else data.read(n * dtype.itemsize) for n in sizes]
+    return [_encode_array(value, field_type) for value in _read_values(array)]
+
+
+def _encode_array(value: Any, field_type: str) -> bytes | Exception | None:
+    if value is None or isinstance(value, Exception):
+        return value
+    try:
+        return encode_array(value, field_type)
+    except BadSampleError as error:
+        return error
 
 
 def _slice_values(array: Array) -> Values:

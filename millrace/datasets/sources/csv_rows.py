@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice, pairwise
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from millrace import errors
+from millrace.datasets.formats.values import is_array
 from millrace.datasets.sample import (
     BATCH_BYTES,
     BadRow,
@@ -58,7 +60,11 @@ class CsvSource:
         header: Names of the columns. None takes them from the first row of each file.
         delimiter: Character between two values. None takes a tab for files whose names end in
             ``.tsv``, before an extension of a compression, and a comma for others.
+        types: Types of fields, by their names.
         any_version: Whether a file is also read if it was written again after the plan was made.
+
+    Raises:
+        ConfigurationError: A field has a type that no text has.
     """
 
     def __init__(
@@ -69,8 +75,16 @@ class CsvSource:
         header: list[str] | None,
         delimiter: str | None,
         *,
+        types: Mapping[str, str] = MappingProxyType({}),
         any_version: bool = False,
     ) -> None:
+        for name, column in (columns or {}).items():
+            if is_array(types.get(name)):
+                raise errors.ConfigurationError(
+                    f"`types` gives the field {name!r} the type {types[name]}, and the CSV column "
+                    f"{column!r} has texts. Give the field another name in `columns`, and make "
+                    f"{name!r} of it by `tokenize` or a function."
+                )
         self._files = files
         self._text = TextFiles(files, dataset_store, any_version=any_version)
         self._columns, self._header, self._delimiter = columns, header, delimiter

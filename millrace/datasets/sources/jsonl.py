@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from millrace import errors
-from millrace.datasets.formats.base import is_json
+from millrace.datasets.formats.base import BadSampleError, FieldType, guess_type
+from millrace.datasets.formats.values import encode_array, is_array
 from millrace.datasets.sample import (
     LARGE_ROW,
     BadRow,
@@ -42,6 +43,25 @@ class _BadLineError(Exception):
     """A line makes no sample. The message is the reason for the quarantine."""
 
 
+class _Column(NamedTuple):
+    """Column of a field.
+
+    Attributes:
+        extension: Extension of the field.
+        name: Name of the column.
+        kind: Type of the field.
+    """
+
+    extension: str
+    name: str
+    kind: str
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether a text is written unchanged."""
+        return self.kind != FieldType.JSON and not is_array(self.kind)
+
+
 class JsonLinesSource:
     """The rows of JSON-lines files.
 
@@ -49,7 +69,8 @@ class JsonLinesSource:
         files: Files of the source.
         dataset_store: Store of the dataset, for the seek points of compressed files.
         columns: Column of each field, by the field's extension. Text is written unchanged, and
-            other values as JSON. None writes each row whole, as ``json``.
+            other values as JSON. In a field that is JSON, text is JSON too. In a field that is an
+            array, lists of integers become its items. None writes each row whole, as ``json``.
         types: Types of fields, by their names. Others have the types of their extensions. Only a
             field that is JSON can be null.
         any_version: Whether a file is also read if it was written again after the plan was made.
@@ -65,10 +86,10 @@ class JsonLinesSource:
         any_version: bool = False,
     ) -> None:
         self._files = TextFiles(files, dataset_store, any_version=any_version)
-        self._columns = tuple((columns or {}).items())
-        self._not_null = {
-            column for extension, column in self._columns if not is_json(extension, types)
-        }
+        self._columns = tuple(
+            _Column(extension, name, types.get(extension, guess_type(extension)))
+            for extension, name in (columns or {}).items()
+        )
 
     def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
         """Yield the rows that begin within a range of a file's bytes, from a cursor on."""
@@ -101,18 +122,18 @@ class JsonLinesSource:
             rows: list[dict[str, Any]] = [*map(orjson.loads, lines)]
             if set(map(type, rows)) != {dict}:
                 return {}
-            for extension, column in self._columns:
-                values = [*map(itemgetter(column), rows)]
-                if set(map(type, values)) == {str}:
-                    columns[extension] = [*map(str.encode, values)]
-                elif column in self._not_null and None in values:
+            for column in self._columns:
+                values = [*map(itemgetter(column.name), rows)]
+                if column.keeps_text and set(map(type, values)) == {str}:
+                    columns[column.extension] = [*map(str.encode, values)]
+                elif column.kind != FieldType.JSON and None in values:
                     return {}
                 else:
-                    columns[extension] = [
+                    columns[column.extension] = [
                         _encode_value(value, line, column)
                         for value, line in zip(values, lines, strict=True)
                     ]
-        except (KeyError, TypeError, ValueError, RecursionError):
+        except (BadSampleError, KeyError, TypeError, ValueError, RecursionError):
             return {}
         if not self._columns:
             columns["json"] = [one.removesuffix(b"\n").removesuffix(b"\r") for one in lines]
@@ -152,11 +173,11 @@ class JsonLinesSource:
             raise _BadLineError("not a JSON object")
         if not self._columns:
             return {"json": line}
-        for _, column in self._columns:
-            if row[column] is None and column in self._not_null:
-                raise _BadLineError(f"the column {column!r} is null")
+        for column in self._columns:
+            if row[column.name] is None and column.kind != FieldType.JSON:
+                raise _BadLineError(f"the column {column.name!r} is null")
         if len(line) > LARGE_LINE:
-            row = _select_columns(row, self._columns)
+            row = {column.name: row[column.name] for column in self._columns}
             if all(type(value) is str for value in row.values()):
                 line = b""
         return _make_fields(row, line, self._columns)
@@ -187,24 +208,36 @@ def exceeds_memory(text: bytes) -> bool:
     return len(text) > LARGE_LINE and text.count(b"{") + text.count(b"[") > _MAX_CONTAINERS
 
 
-def _select_columns(row: dict[str, Any], columns: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return {column: row[column] for _, column in columns}
-
-
 def _make_fields(
-    row: dict[str, Any], line: bytes, columns: tuple[tuple[str, str], ...]
+    row: dict[str, Any], line: bytes, columns: tuple[_Column, ...]
 ) -> dict[str, bytes]:
-    return {extension: _encode_value(row[column], line, column) for extension, column in columns}
+    """Return the fields of a line.
+
+    Raises:
+        _BadLineError: A value is not of the type of its field.
+    """
+    fields: dict[str, bytes] = {}
+    for column in columns:
+        try:
+            fields[column.extension] = _encode_value(row[column.name], line, column)
+        except BadSampleError as error:
+            raise _BadLineError(f"the column {column.name!r} {error}") from None
+    return fields
 
 
-def _encode_value(value: object, line: bytes, column: str) -> bytes:
-    """Return a text as it is, and another value as JSON.
+def _encode_value(value: object, line: bytes, column: _Column) -> bytes:
+    """Return a text as it is, integers of an array as its items, and another value as JSON.
 
     orjson reads an integer of more than 64 bits as a float. Then `json` parses the line again.
+
+    Raises:
+        BadSampleError: The value is not of the type of an array.
     """
-    if isinstance(value, str):
+    if is_array(column.kind):
+        return encode_array(value, column.kind)
+    if isinstance(value, str) and column.keeps_text:
         return value.encode()
     if type(value) in {float, list, dict} and _LONG_NUMBER.search(line):
-        exact = json.loads(line)[column]
+        exact = json.loads(line)[column.name]
         return json.dumps(exact, ensure_ascii=False, separators=(",", ":")).encode()
     return orjson.dumps(value)

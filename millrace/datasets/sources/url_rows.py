@@ -17,6 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 import orjson
 
 from millrace import errors
+from millrace.datasets.formats.base import is_json
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Source
 from millrace.datasets.sources.csv_rows import CsvSource
@@ -435,11 +436,18 @@ class UrlSource:
         if self._columns is None:
             return _get_bytes(row.fields["json"])[:_MAX_BAD_BYTES]
         values = {
-            column: _get_bytes(row.fields[name])[:_MAX_BAD_BYTES].decode("utf-8", "replace")
+            column: self._read_value(name, _get_bytes(row.fields[name])[:_MAX_BAD_BYTES])
             for name, column in self._columns.items()
             if name != _URL
         }
         return orjson.dumps({**values, self._settings.url_field: url})
+
+    def _read_value(self, name: str, data: bytes) -> object:
+        """Return the value of a field as a list of JSON lines has it."""
+        if is_json(name, self._types):
+            with suppress(orjson.JSONDecodeError):
+                return orjson.loads(data)
+        return data.decode("utf-8", "replace")
 
     def _open_list(self, source_range: SourceRange) -> Source:
         if isinstance(source_range, RowRange):
@@ -451,7 +459,7 @@ class UrlSource:
         path = source_range.file.path if isinstance(source_range, TextRange) else ""
         match _find_kind(path):
             case "csv":
-                return CsvSource(files, store, self._columns, None, None)
+                return CsvSource(files, store, self._columns, None, None, types=self._types)
             case "jsonl":
                 return JsonLinesSource(files, store, self._columns, types=self._types)
             case _:

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from millrace.datasets.field_names import KEY, BadFieldError, check_distinct, check_field_name
-from millrace.datasets.formats.base import FieldType, guess_type, read_field
+from millrace.datasets.formats.base import BadSampleError, FieldType, guess_type, read_field
+from millrace.datasets.formats.values import encode_array, is_array
 from millrace.datasets.sample import LargeFile, Sample
 
 _INTEGER = re.compile(rb"-?[0-9]+")
@@ -91,7 +92,8 @@ def encode_fields(
     """Return the bytes of values by their names. The key ``__key__`` is left out.
 
     Bytes stay as they are. Text is encoded in UTF-8, and JSON in a ``json`` field. Numbers, lists
-    and dicts are encoded as JSON. An integer that did not change keeps its bytes.
+    and dicts are encoded as JSON. In a field that is declared as an array, lists and arrays of
+    integers become its items. An integer that did not change keeps its bytes.
 
     Args:
         values: Values by the names of their fields.
@@ -112,7 +114,8 @@ def encode_fields(
         if (
             type(value) is int
             and isinstance(before, bytes)
-            and _decode_field(name, before, types) == value
+            and type(old := _decode_field(name, before, types)) is int
+            and old == value
         ):
             fields[name] = before
         else:
@@ -124,6 +127,11 @@ def encode_fields(
 
 
 def _encode_value(name: str, value: Any, types: Mapping[str, str]) -> bytes:
+    if is_array(types.get(name)):
+        try:
+            return encode_array(value, types[name])
+        except BadSampleError as error:
+            raise BadFieldError(f"the field {name!r} {error}") from None
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(cast("bytes", value))
     is_json = _decide_type(name, types) is FieldType.JSON

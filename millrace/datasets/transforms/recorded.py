@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from millrace import errors
+from millrace.datasets.field_names import TOKENS
 from millrace.datasets.sources import (
     DownloadSettings,
     SourceFiles,
@@ -50,7 +51,7 @@ from millrace.records import JsonObject
 from millrace.schemas.dataset import SourceRecord
 from millrace.storage import Store, StoreSpec, open_store, read
 
-_VERSION = "2"  # changes whenever the code of this package makes other samples of the same rows
+_VERSION = "3"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_TOKENIZERS = 4  # tokenizers that a process keeps
@@ -411,6 +412,8 @@ def _trace_types(
             renamed: dict[str, str] = step["fields"]
             kept = {name: kind for name, kind in types.items() if name not in renamed.values()}
             types = kept | {old: types[new] for old, new in renamed.items() if new in types}
+        elif step["kind"] == "tokenize":
+            types = {name: kind for name, kind in types.items() if name != TOKENS}
         found.append(types)
     return reversed(found)
 
@@ -462,22 +465,23 @@ def open_transformed_source(
         record: Source of the plan.
         files: Files of the source.
         dataset_store: Store of the dataset.
-        types: Types of the samples' fields, by their names. Others have the types of their
-            extensions.
+        types: Types of the samples' fields, by their names after the transforms. Others have the
+            types of their extensions.
         any_version: Whether a file is also read if it was written again after the plan was made.
         downloads: Settings of the requests to the servers of a list of URLs; None for the defaults.
         allow_private: Whether these servers may be in a private network or on this machine.
     """
+    transforms = record.settings.get("transforms", {})
     source = open_source(
         record,
         files,
         dataset_store,
-        types=types,
+        types=next(iter(_trace_types(transforms.get("steps", []), types)), types),
         any_version=any_version,
         downloads=downloads,
         allow_private=allow_private,
     )
-    chain = open_transforms(record.settings.get("transforms", {}), dataset_store, types)
+    chain = open_transforms(transforms, dataset_store, types)
     return TransformedSource(source, chain, None if _makes_json(record) else JsonCheck(types))
 
 

@@ -132,15 +132,73 @@ FORMATS = ["webdataset", "litdata", "mds", "parquet"]
 
 @pytest.mark.parametrize("formats", [[name] for name in FORMATS] + [["litdata", "webdataset"]])
 def test_a_text_that_is_no_json_in_a_field_of_json_makes_no_sample(tmp_path, formats):
-    body = encode_lines({"t": "hello"}, {"t": '{"a": 1}'}, {"t": {"b": 2}}, {"t": None})
-    settings = make_settings(
-        tmp_path, {"a.jsonl": body}, {"columns": {"json": "t"}}, formats=formats
-    )
+    body = encode_table(pa.table({"t": ["hello", '{"a": 1}', '{"b": 2}', "null"]}))
+    source = {"kind": "parquet", "columns": {"json": "t"}}
+    settings = make_settings(tmp_path, {"a.parquet": body}, source, formats=formats)
     assert shard_dataset(settings).samples == 3
     (row,) = read_quarantine(settings)
     assert row["reason"].startswith("the field 'json' is no JSON")
     loaded = [sample["json"] for sample in ShardLoader((tmp_path / "out/d").as_uri())]
     assert sorted(map(str, loaded)) == sorted(map(str, [{"a": 1}, {"b": 2}, None]))
+
+
+@pytest.mark.parametrize("formats", [[name] for name in FORMATS])
+@pytest.mark.parametrize("pad", ["", "x" * (2 << 20)], ids=["small", "large"])
+def test_a_value_of_a_line_in_a_field_of_json_keeps_its_type(tmp_path, formats, pad):
+    values = ["hello", "123", "null", "\u00e9", '{"a": 1}', {"b": 2}, None, 123, True, 1.5]
+    body = encode_lines(*({"v": value, "pad": pad} for value in values))
+    settings = make_settings(
+        tmp_path, {"a.jsonl": body}, {"columns": {"json": "v"}}, formats=formats, seed=None
+    )
+    assert shard_dataset(settings).samples == len(values)
+    loader = ShardLoader((tmp_path / "out/d").as_uri(), shuffle=False)
+    assert [repr(sample["json"]) for sample in loader] == [*map(repr, values)]
+
+
+@pytest.mark.parametrize("pad", ["", "x" * (2 << 20)], ids=["small", "large"])
+@pytest.mark.parametrize("transforms", [[], [{"kind": "rename", "fields": {"ids": "tokens"}}]])
+def test_a_list_of_integers_in_a_line_is_an_array(tmp_path, transforms, pad):
+    rows = [[5], [], [1, 2, 34], [65_536], [-1], [1.5], [10**30], [True], [None], "12", 12, None]
+    body = encode_lines(*({"ids": row, "pad": pad} for row in rows))
+    settings = make_settings(
+        tmp_path,
+        {"a.jsonl": body},
+        {"columns": {"ids" if transforms else "tokens": "ids"}},
+        formats=["tokens", "parquet", "litdata", "mds", "webdataset"],
+        types={"tokens": "uint16[]"},
+        transforms=transforms,
+        seed=None,
+    )
+    execution = settings.execution.model_copy(update={"max_quarantined": 1.0})
+    assert shard_dataset(settings.model_copy(update={"execution": execution})).samples == 3
+    for name in settings.sharding.formats:
+        loader = ShardLoader((tmp_path / "out/d").as_uri(), format=name, shuffle=False)
+        assert [sample["tokens"].tolist() for sample in loader] == rows[:3]
+    found = {int(row["where"].split()[-1]): row["reason"] for row in read_quarantine(settings)}
+    holds = "uint16[] holds integers from 0 to 65535"
+    assert [found[place] for place in sorted(found)] == [
+        f"the column 'ids' has 65536 at index 0, and {holds}",
+        f"the column 'ids' has -1 at index 0, and {holds}",
+        f"the column 'ids' has 1.5 at index 0, and {holds}",
+        f"the column 'ids' has 1e+30 at index 0, and {holds}",
+        f"the column 'ids' has True at index 0, and {holds}",
+        f"the column 'ids' has None at index 0, and {holds}",
+        "the column 'ids' is a str, and uint16[] takes a list of integers",
+        "the column 'ids' is a int, and uint16[] takes a list of integers",
+        "the column 'ids' is null",
+    ]
+
+
+def test_the_text_of_a_csv_column_is_no_array(tmp_path):
+    settings = make_settings(
+        tmp_path,
+        {"a.csv": b'ids\n"[1, 2]"\n'},
+        {"kind": "csv", "columns": {"tokens": "ids"}},
+        formats=["tokens"],
+        types={"tokens": "uint16[]"},
+    )
+    with pytest.raises(errors.ConfigurationError, match="the CSV column 'ids' has texts"):
+        shard_dataset(settings)
 
 
 @pytest.mark.parametrize("formats", [["webdataset"], ["parquet"]])
@@ -171,8 +229,8 @@ def test_json_that_a_transform_gives_is_checked_too(tmp_path, transform):
     }
     settings = make_settings(
         tmp_path,
-        {"a.jsonl": encode_lines({"t": "[1]"}, {"t": "[1"})},
-        {"columns": {"txt": "t"}},
+        {"a.csv": b"t\n[1]\n[1\n"},
+        {"kind": "csv", "columns": {"txt": "t"}},
         formats=["parquet"],
         transforms=[steps[transform]],
         types={"json": "json"},

@@ -299,6 +299,16 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
     assert bad[0].where == f"{site.url}/404"
 
 
+def test_the_row_of_a_url_that_fails_has_its_values_as_the_list_has_them():
+    values = ["123", "é", {"a": [1]}, None, 7]
+    with serve_urls(lambda handler: handler.send(status=404)) as site:
+        lines = [json.dumps({"url": site.url, "meta": one}) for one in values]
+        store = open_store(f"memory://{secrets.token_hex(8)}")
+        put(store, "a.jsonl", "\n".join(lines).encode())
+        rows = read_list(store, columns={"json": "meta"})
+    assert [json.loads(row.data)["meta"] for row in rows if isinstance(row, BadRow)] == values
+
+
 def test_a_redirect_in_utf8_or_with_a_space_is_followed():
     def answer(handler: UrlHandler) -> None:
         if handler.path.startswith("/from"):

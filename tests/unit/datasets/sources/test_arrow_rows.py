@@ -7,11 +7,12 @@ import sys
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
 
-from millrace.datasets.sample import BadRow, Sample
+from millrace.datasets.sample import BadRow, Sample, iterate_rows
 from millrace.datasets.sources import arrow_rows
 from millrace.datasets.sources.arrow_rows import encode_column, make_rows
 
@@ -187,3 +188,65 @@ def test_a_machine_without_time_zones_writes_utc_and_refuses_zones():
     for said in refused:
         assert "This machine has no whole database of time zones" in said
         assert "`apt-get install tzdata`" in said
+
+
+LISTS = [
+    pa.list_(pa.uint16()),
+    pa.list_(pa.int64()),
+    pa.large_list(pa.int32()),
+    pa.list_(pa.uint8(), 2),
+    pa.list_view(pa.int32()),
+]
+
+
+@pytest.mark.parametrize("kind", LISTS, ids=str)
+@pytest.mark.parametrize("nulls", [False, True])
+def test_lists_of_integers_are_the_items_of_an_array(kind, nulls):
+    values = [None if nulls and n % 7 == 3 else [n, 255] for n in range(60)]
+    for array in make_parts(pa.array(values, kind)):
+        for name, dtype in (("uint16[]", "<u2"), ("uint32[]", "<u4")):
+            expected = [
+                one if one is None else np.array(one, dtype).tobytes() for one in array.to_pylist()
+            ]
+            assert encode_column(array, field_type=name) == expected
+
+
+def test_lists_that_are_no_array_are_bad_rows_beside_good_ones():
+    rows = [[1], [], [70_000], [3, None], [-1], None]
+    batch = pa.record_batch({"ids": pa.array(rows, pa.list_(pa.int32()))})
+    made = [
+        row.fields["tokens"] if isinstance(row, Sample) else row.reason
+        for row in make_all(batch, {"tokens": "ids"}, {"tokens": "uint16[]"})
+    ]
+    assert made == [
+        b"\x01\x00",
+        b"",
+        "the column 'ids' has 70000 at index 0, and uint16[] holds integers from 0 to 65535",
+        "the column 'ids' has None at index 1, and uint16[] holds integers from 0 to 65535",
+        "the column 'ids' has -1 at index 0, and uint16[] holds integers from 0 to 65535",
+        "the column 'ids' is null",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "made"),
+    [
+        (pa.binary(), b"\x01\x00", b"\x01\x00"),
+        (pa.string(), "12", "the column 'ids' is a str, and uint16[] takes a list of integers"),
+        (pa.int64(), 12, "the column 'ids' is a int, and uint16[] takes a list of integers"),
+        (pa.list_(pa.float64()), [1.0], "the column 'ids' has 1.0 at index 0, and"),
+        (pa.list_(pa.list_(pa.int8())), [[1]], "the column 'ids' has [1] at index 0, and"),
+    ],
+)
+def test_only_lists_of_integers_and_bytes_are_arrays(kind, value, made):
+    batch = pa.record_batch({"ids": pa.array([value], kind)})
+    (row,) = make_all(batch, {"tokens": "ids"}, {"tokens": "uint16[]"})
+    if isinstance(row, Sample):
+        assert row.fields["tokens"] == made
+    else:
+        assert row.reason.startswith(made)
+
+
+def make_all(batch, columns, types):
+    made = make_rows(batch, columns, file_index=0, first=0, cursor=0, where="a", types=types)
+    return [*iterate_rows(made)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -105,6 +106,61 @@ def test_an_integer_that_a_function_changes_is_written_plainly():
 
     (row,) = transform(add, {"id": b"007\n", "cls": b"007"}, types={"id": "int", "cls": "str"})
     assert row.fields == {"id": b"8", "cls": b"7"}
+
+
+@pytest.mark.parametrize(("data", "value"), [(b"true", 1), (b"1.0", 1), (b"false", 0)])
+def test_an_integer_that_equals_a_value_of_another_type_is_written(data, value):
+    (row,) = transform(lambda sample: {"json": int(sample["json"])}, {"json": data})
+    assert row.fields == {"json": b"%d" % value}
+
+
+IDS = [5, 0, 65_535]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        IDS,
+        tuple(IDS),
+        np.array(IDS),
+        np.array(IDS, ">u4"),
+        [*np.array(IDS, "uint16")],
+        array("l", IDS),
+        memoryview(array("l", IDS)),
+        np.array(IDS, "<u2").tobytes(),
+        bytearray(np.array(IDS, "<u2").tobytes()),
+    ],
+)
+def test_integers_in_an_array_are_its_items(value):
+    assert encode_fields({"ids": value}, {"ids": "uint16[]"}) == {
+        "ids": b"\x05\x00\x00\x00\xff\xff"
+    }
+    wide = encode_fields({"ids": [*IDS, 65_536]}, {"ids": "uint32[]"})["ids"]
+    assert np.frombuffer(wide, "<u4").tolist() == [*IDS, 65_536]
+    assert encode_fields({"ids": []}, {"ids": "uint16[]"}) == {"ids": b""}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([1, 65_536], "has 65536 at index 1, and uint16[] holds integers from 0 to 65535"),
+        ([-1], "has -1 at index 0"),
+        ([1, 2.0], "has 2.0 at index 1"),
+        ([True], "has True at index 0"),
+        ([1, None], "has None at index 1"),
+        (["7"], "has '7' at index 0"),
+        (np.array([0.5]), "has 0.5 at index 0"),
+        (np.array([[1]]), "has [1] at index 0"),
+        (np.array([True]), "has True at index 0"),
+        ("12", "is a str, and uint16[] takes a list of integers"),
+        (12, "is a int, and"),
+        ({"a": 1}, "is a dict, and"),
+    ],
+)
+def test_a_value_that_an_array_cannot_hold_is_quarantined(value, reason):
+    (row,) = transform(lambda _: {"ids": value}, types={"ids": "uint16[]"})
+    assert isinstance(row, BadRow)
+    assert row.reason.startswith(f"clean: the field 'ids' {reason}")
 
 
 @pytest.mark.parametrize(
