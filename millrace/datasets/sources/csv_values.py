@@ -136,7 +136,8 @@ def decode_row(row: bytes) -> str:
     try:
         return row.decode()
     except UnicodeDecodeError:
-        raise BadValuesError("not UTF-8") from None
+        hint = "convert the file, as `iconv -f latin1 -t utf-8` does"
+        raise BadValuesError(f"not UTF-8: {hint}") from None
 
 
 def split_row(row: str, delimiter: str, most: int) -> list[str]:

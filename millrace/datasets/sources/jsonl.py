@@ -37,6 +37,7 @@ _MAX_CONTAINERS = 8 << 20  # objects and arrays of a row; each takes up to 240 b
 LARGE_LINE = 1024 * 1024
 """Bytes of a line that is freed as soon as its columns are read."""
 _LONG_NUMBER = re.compile(rb"\d{19}")
+_ARRAY_HINT = ", but an array: write an object in each line, as `jq -c '.[]'` does"
 
 
 class _BadLineError(Exception):
@@ -168,9 +169,10 @@ class JsonLinesSource:
         try:
             row: dict[str, Any] = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise _BadLineError(explain_refusal(line, error) or "not valid JSON") from None
+            raise _BadLineError(explain_refusal(line, error) or _explain_fault(line)) from None
         if type(row) is not dict:
-            raise _BadLineError("not a JSON object")
+            hint = _ARRAY_HINT if type(row) is list else ""
+            raise _BadLineError(f"not a JSON object{hint}")
         if not self._columns:
             return {"json": line}
         for column in self._columns:
@@ -181,6 +183,13 @@ class JsonLinesSource:
             if all(type(value) is str for value in row.values()):
                 line = b""
         return _make_fields(row, line, self._columns)
+
+
+def _explain_fault(line: bytes) -> str:
+    """Return why a line is no JSON, with advice for files of other kinds."""
+    if line.startswith(b"PAR1"):
+        return "not valid JSON, but a parquet file: set `kind: parquet`"
+    return "not valid JSON" + (_ARRAY_HINT if line.strip() in {b"[", b"[{"} else "")
 
 
 def explain_refusal(text: bytes, error: orjson.JSONDecodeError) -> str:

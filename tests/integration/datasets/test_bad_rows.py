@@ -329,6 +329,17 @@ def test_a_line_of_json_that_cannot_be_held_is_not_called_invalid(tmp_path, colu
     }
 
 
+def test_files_of_other_kinds_are_named_in_the_reasons(tmp_path):
+    bodies = {"a.jsonl": b'[\n{"t": 1}\n', "b.jsonl": b'[{"t": 1}]', "c.jsonl": b"PAR1\0\1"}
+    settings = make_settings(tmp_path, bodies, {})
+    assert shard_dataset(settings).samples == 1
+    array = ", but an array: write an object in each line, as `jq -c '.[]'` does"
+    assert {row["reason"] for row in read_quarantine(settings)} == {
+        f"not valid JSON{array}", f"not a JSON object{array}",
+        "not valid JSON, but a parquet file: set `kind: parquet`",
+    }  # fmt: skip
+
+
 def test_bytes_within_lists_are_refused_before_the_run(tmp_path):
     table = pa.table({"a": [[b"x"]], "s": [{"bytes": b"x", "path": "p"}], "b": [b"x"]})
     files = {"a.parquet": encode_table(table)}

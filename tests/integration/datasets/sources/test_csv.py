@@ -105,6 +105,9 @@ def test_the_rows_of_a_file_of_many_blocks_are_those_of_pythons_reader():
     assert len(parts[1][1]) == pytest.approx(3000, rel=0.2)
 
 
+NOT_UTF8 = "not UTF-8: convert the file, as `iconv -f latin1 -t utf-8` does"
+
+
 def test_bad_rows_are_quarantined_with_where_and_why():
     body = (
         b'\xef\xbb\xbfa,b\r\n1,2\r\n\r\n3\r\n4,5,6\r\n"7"x,8\r\n\xff,9\r\n"10\r\n11",12\r\n'
@@ -122,7 +125,7 @@ def test_bad_rows_are_quarantined_with_where_and_why():
         ("a.csv, byte 18", "more values for 2 columns", b"4,5,6"),
         ("a.csv, byte 25",
          "a quote is not closed, or is followed by other characters", b'"7"x,8'),
-        ("a.csv, byte 33", "not UTF-8", b"\xff,9"),
+        ("a.csv, byte 33", NOT_UTF8, b"\xff,9"),
         ("a.csv, byte 59",
          "a quote is not closed, or is followed by other characters", b'"15,16\r\n17,18'),
     ]  # fmt: skip
@@ -175,7 +178,10 @@ def test_a_file_whose_lines_end_in_carriage_returns_is_refused_without_a_header(
         ),
         (b"id,text,id\n1,2,3\n", r"several columns 'id'\. Rename them"),
         (b'"id\n1,2\n', r"its first row cannot be read \(a quote is not closed"),
-        (b"\xff\xfei\0d\0\n", r"its first row cannot be read \(not UTF-8\)"),
+        (
+            b"\xff\xfei\0d\0\n",
+            r"its first row cannot be read \(not UTF-8: convert the file, as `iconv",
+        ),
         (b"id,text\r1,one\r2,two\r", r"a\.csv.*: its first row has a carriage return.*exclude"),
         (b'"id","text"\r"1","one"\r', "its first row has a carriage return"),
         (b'id,text\r1,"one\r\n"\r2,two\n', "its first row has a carriage return"),
