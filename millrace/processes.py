@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, prctl(2)
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _KILL_INTERVAL = 0.01  # seconds between two searches for remaining processes
 _KILL_TIMEOUT = (
     10.0  # seconds that the kernel may need, such as for a process that waits for a device
@@ -50,6 +51,16 @@ def adopt_orphans() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Linux only.
+
+    So the process also ends if code that holds Python's lock keeps its other threads waiting.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def list_descendants(pid: int) -> set[int]:

@@ -264,9 +264,13 @@ class _Driver:
         self._leases.heartbeat.release(lease)
         self._deaths[partition] += 1
         if self._deaths[partition] >= _MAX_DEATHS:
+            remedy = (
+                "If memory was short, lower shard_bytes, uploads or workers"
+                if may_lack_memory
+                else "Correct what ends the process, such as a function or a library"
+            )
             raise errors.WorkerError(
                 f"{_MAX_DEATHS} workers in a row died over {partition}; the last {cause}. "
-                + ("If memory was short, lower shard_bytes, uploads or workers. " * may_lack_memory)
-                + "Run it again: the run continues from the last commit."
+                f"{remedy}, and run it again: the run continues from the last commit."
             )
         self._pending.put_back(job.partition)

@@ -1,30 +1,30 @@
 """Shard partitions on the nodes of a Ray cluster, each partition in a task that needs one CPU.
 
-A task yields its messages as JSON. It waits at each message until the driver has taken it. Ray
-sends the credentials of a job to the nodes, so use a cluster with token authentication.
+A task runs its partition in a worker process of the node, and yields the messages of the process
+as JSON. It waits at each message until the driver has taken it. So code of users runs in the main
+thread of a process, as without Ray, and whatever ends the process does not end the task. Ray sends
+the credentials of a job to the nodes, so use a cluster with token authentication.
 """
 
-import os
-import queue
-import threading
+import logging
+import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
 from millrace import cluster, errors
-from millrace.datasets.progress_events import PartitionEvent, encode_partition_event
-from millrace.datasets.worker import PartitionJob, catch_errors, run_job
+from millrace.datasets.worker import PartitionJob
 from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerExit, WorkerPool
-from millrace.keys.datasets import DatasetKeys
-from millrace.lease import Lease
-from millrace.memory import keep_freed_memory
-from millrace.progress import Event, Progress
-from millrace.storage import exists, open_store
+from millrace.datasets.worker_processes import WorkerProcess, start_worker
+from millrace.lease import Lease, LeaseTerm
+from millrace.records import fetch
+from millrace.storage import open_store
+
+logger = logging.getLogger(__name__)
 
 _REFRESH_INTERVAL = 5.0  # seconds between two looks at the size of the cluster
 _HINT = "Install the driver's version of Millrace, with its extras, on every node."
@@ -37,6 +37,7 @@ class RayTask(PartitionWorker):
         node: Name of the task's node; empty before the task's first message.
         messages: Generator of the task's messages; None before the task is started.
         error: Error of Ray that ended the task.
+        exit: End of the worker process, if the task has seen it.
     """
 
     def __init__(self, pool: "RayPool") -> None:
@@ -44,17 +45,20 @@ class RayTask(PartitionWorker):
         self.node = ""
         self.messages: Any = None
         self.error: BaseException | None = None
+        self.exit: WorkerExit | None = None
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
         self.assignment = Assignment(job, lease)
-        self._pool.submit(self, job)
+        self._pool.submit(self, job, lease)
 
     def acknowledge(self, number: int) -> None:
         """Do nothing: the task continues when its message is taken."""
 
     def wait_for_exit(self) -> WorkerExit:
-        """Return the end of the task."""
+        """Return the end of the task, or of its process."""
+        if self.exit:
+            return WorkerExit(f"{self.exit.cause} on {self.node}", self.exit.may_lack_memory)
         where = f"on {self.node}" if self.node else "before it ran"
         cause = errors.format_error(self.error) if self.error else "without an error"
         return WorkerExit(f"was lost {where} ({cause})", may_lack_memory=True)
@@ -65,8 +69,8 @@ class RayPool(WorkerPool):
 
     Args:
         ray: Module ``ray``, which is connected to the cluster.
-        limit: Largest number of tasks at a time; None for one for each CPU of the cluster. Then
-            nodes that join the cluster get tasks, too.
+        limit: Largest number of tasks at a time; None for no limit but the number of CPUs of the
+            cluster. Nodes that join the cluster get tasks, too.
     """
 
     def __init__(self, ray: Any, limit: int | None) -> None:
@@ -89,12 +93,19 @@ class RayPool(WorkerPool):
     def find_idle(self) -> RayTask | None:
         """Return a new worker if the cluster has room for one."""
         if time.monotonic() - self._counted_at > _REFRESH_INTERVAL:
+            had_slots = self._slots
             self._slots, self._counted_at = self._count_slots(), time.monotonic()
+            if had_slots and not self._slots:
+                logger.warning(
+                    "the Ray cluster has no CPU left, so no task runs: start nodes with `ray start "
+                    "--address`, and the run goes on"
+                )
         return RayTask(self) if len(self._tasks) < self._slots else None
 
-    def submit(self, task: RayTask, job: PartitionJob) -> None:
+    def submit(self, task: RayTask, job: PartitionJob, lease: Lease) -> None:
         """Start a task."""
-        task.messages = self._shard.remote(orjson.dumps(job.reveal()))
+        term = lease.keys.make_term_key(lease.term)
+        task.messages = self._shard.remote(orjson.dumps(job.reveal()), term, lease.holder.id)
         self._tasks[task.messages] = task
 
     def receive(self, timeout: float | None) -> tuple[PartitionWorker, dict[str, Any]] | None:
@@ -125,7 +136,7 @@ class RayPool(WorkerPool):
 
     def _take_message(self, task: RayTask) -> dict[str, Any]:
         try:
-            return orjson.loads(self._ray.get(next(task.messages)))
+            message = orjson.loads(self._ray.get(next(task.messages)))
         except StopIteration:
             return {}
         except self._ray.exceptions.RayTaskError as error:
@@ -134,11 +145,14 @@ class RayPool(WorkerPool):
         except self._ray.exceptions.RayError as error:
             task.error = error
             return {}
+        if "exited" in message:
+            task.exit = WorkerExit(*message["exited"])
+            return {}
+        return message
 
     def _count_slots(self) -> int:
-        if self._limit is not None:
-            return self._limit
-        return _count_processors(self._ray)
+        processors = _count_processors(self._ray)
+        return processors if self._limit is None else min(self._limit, processors)
 
 
 @contextmanager
@@ -175,58 +189,77 @@ def _count_processors(ray: Any) -> int:
     return int(ray.cluster_resources().get("CPU", 0))
 
 
-def shard_in_task(data: bytes) -> Iterator[bytes]:
+_idle_workers: list[WorkerProcess] = []  # at most one, since a process runs one task at a time
+
+
+def shard_in_task(data: bytes, term_key: str, holder: str) -> Iterator[bytes]:
     """Shard one partition on a node, and yield the messages of a worker.
 
     Args:
         data: Job of the partition, as JSON.
+        term_key: Key of the driver's lease of the partition.
+        holder: Identifier of the driver as a holder of leases.
 
     Yields:
         Node and process, the events of the partition, and its end or its error; each as JSON.
     """
     node = cluster.get_own_node_name()
-    messages: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
-    numbers = count()
-
-    def send(message: dict[str, Any]) -> None:
-        taken = threading.Event()
-        messages.put((message, taken))
-        taken.wait()
-
-    def report_event(event: Event) -> None:
-        assert isinstance(event, PartitionEvent), "a partition sends no other events"
-        send({"event": [next(numbers), encode_partition_event(event)]})
-
-    def shard() -> None:
-        send({"started": [node, os.getpid()]})
-        send(shard_on_node(data, node, report_event))
-
-    keep_freed_memory()
-    threading.Thread(target=shard, name="shard", daemon=True).start()
-    while True:
-        message, taken = messages.get()
+    for message in shard_on_node(data, term_key, holder, node):
         yield orjson.dumps(message)
-        taken.set()
-        if not message.keys() & {"started", "event"}:
-            return
 
 
-def shard_on_node(data: bytes, node: str, progress: Progress) -> dict[str, Any]:
-    """Shard one partition in this process, and return the worker's last message.
+def shard_on_node(
+    data: bytes, term_key: str, holder: str, node: str
+) -> Generator[dict[str, Any], None, None]:
+    """Shard one partition in a worker process of this node, and yield the worker's messages.
+
+    The process stays for the next task of this process, and ends with this process.
 
     Args:
         data: Job of the partition, as JSON.
+        term_key: Key of the driver's lease of the partition.
+        holder: Identifier of the driver as a holder of leases.
         node: Name of this node.
-        progress: Called at each event.
     """
-    return catch_errors(lambda: run_job(_read_job(data, node), progress))
+    try:
+        job = _read_job(data, term_key, holder, node)
+    except errors.MillraceError as error:
+        yield {"failed": [type(error).__name__, str(error)]}
+        return
+    # Ray has added the driver's folders to the path.
+    worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+    is_idle = False
+    try:
+        yield {"started": [node, worker.pid]}
+        worker.send_job(job)
+        for message in worker.iterate_messages():
+            match message:
+                case {"event": [number, _]}:
+                    yield message
+                    worker.acknowledge(number)
+                case {"failed": [kind, text]}:
+                    is_idle = True
+                    yield {"failed": [kind, f"{node}: {text}"]}
+                    return
+                case _:
+                    is_idle = True
+                    yield message
+                    return
+        yield {"exited": list(worker.wait_for_exit())}
+    finally:
+        if is_idle:
+            _idle_workers.append(worker)
+        else:
+            worker.stop()
 
 
-def _read_job(data: bytes, node: str) -> PartitionJob:
-    """Return a job, and check that this node sees the plan of its dataset.
+def _read_job(data: bytes, term_key: str, holder: str, node: str) -> PartitionJob:
+    """Return a job, and check that this node sees the driver's lease in the dataset's store.
+
+    The folder of another machine may have the same path, and an older state of the dataset.
 
     Raises:
-        ConfigurationError: The node has another version, or does not see the plan.
+        ConfigurationError: The node has another version, or does not see the lease.
         MillraceError: The store cannot be read.
     """
     try:
@@ -235,17 +268,17 @@ def _read_job(data: bytes, node: str) -> PartitionJob:
         raise errors.ConfigurationError(
             f"{node} has another version of Millrace. {_HINT}"
         ) from None
-    has_plan = False
+    is_same_store = False
     try:
         store = open_store(job.store, make_folder=False)
-        has_plan = exists(store, DatasetKeys(job.dataset).plan)
+        is_same_store = fetch(store, term_key, LeaseTerm).holder.id == holder
     except errors.NotFoundError:
         pass
     except errors.MillraceError as error:
         raise type(error)(f"{node}: {error}") from error
-    if not has_plan:
+    if not is_same_store:
         raise errors.ConfigurationError(
-            f"{node} does not see the plan of {job.dataset} in {job.store.url}: choose a bucket, "
+            f"{node} does not see this run of {job.dataset} in {job.store.url}: choose a bucket, "
             "or a folder that all nodes of the Ray cluster mount at the same path."
         )
     return job

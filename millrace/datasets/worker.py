@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import IO, Any
 
@@ -38,6 +37,7 @@ from millrace.datasets.sources import (
 from millrace.datasets.transforms import open_transformed_source
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import keep_freed_memory
+from millrace.processes import end_with_parent
 from millrace.progress import Event, Progress
 from millrace.schemas.dataset import Partition, PartitionEnd, ShardLayout, SourceRecord
 from millrace.storage import Store, StoreSpec, open_store
@@ -133,14 +133,19 @@ def _open_source_files(
     )
 
 
-def catch_errors(shard: Callable[[], PartitionEnd]) -> dict[str, Any]:
-    """Shard one partition, and return the worker's last message: its end, or its error."""
+def answer_job(job: PartitionJob, progress: Progress) -> dict[str, Any]:
+    """Shard one partition, and return the worker's last message: its end, or its error.
+
+    A panic of Rust is no `Exception`. It is an error of the job, too: another worker would meet it
+    again. No signal that ends the process becomes an exception in a worker.
+    """
     try:
-        end = shard()
+        end = run_job(job, progress)
     except errors.MillraceError as error:
         return {"failed": [type(error).__name__, str(error)]}
-    except Exception as error:  # noqa: BLE001 - the driver raises it, with its type
-        return {"failed": ["WorkerError", f"{type(error).__name__}: {error}"]}
+    except BaseException as error:  # noqa: BLE001 - the driver raises it, with its type
+        text = f"{job.partition.name}: {type(error).__name__}: {error}"
+        return {"failed": ["WorkerError", text]}
     return {"ended": end.model_dump(mode="json")}
 
 
@@ -205,10 +210,11 @@ def main() -> None:
     """Serve a driver until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver stops its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked since the start
+    end_with_parent()
     keep_freed_memory()
     driver = _DriverConnection(*_open_pipes(int(sys.argv[1])))  # not stdout: libraries print there
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
         driver.ready.acquire()
         job = driver.jobs.pop(0)
-        driver.send(catch_errors(partial(run_job, job, driver.report)))
+        driver.send(answer_job(job, driver.report))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, Self
 
 import orjson
@@ -16,7 +16,12 @@ from millrace.datasets.worker import PartitionJob
 from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerExit, WorkerPool
 from millrace.lease import Lease
 
-_WORKER_CODE = "from millrace.datasets.worker import main; main()"
+_WORKER_CODE = """
+import sys
+sys.path[:] = sys.argv[2:] or sys.path
+from millrace.datasets.worker import main
+main()
+"""
 
 
 class WorkerProcess(PartitionWorker):
@@ -35,6 +40,10 @@ class WorkerProcess(PartitionWorker):
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
         self.assignment = Assignment(job, lease)
+        self.send_job(job)
+
+    def send_job(self, job: PartitionJob) -> None:
+        """Let the process shard a partition."""
         self._send({"job": job.reveal()})
 
     def acknowledge(self, number: int) -> None:
@@ -46,14 +55,19 @@ class WorkerProcess(PartitionWorker):
 
         def forward_all() -> None:
             try:
-                for line in self._output:
-                    if line.endswith(b"\n"):
-                        forward(self, orjson.loads(line))
+                for message in self.iterate_messages():
+                    forward(self, message)
             finally:
                 forward(self, {})
 
         self._listener = threading.Thread(target=forward_all, name="worker-output", daemon=True)
         self._listener.start()
+
+    def iterate_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of the process until its end."""
+        for line in self._output:
+            if line.endswith(b"\n"):  # otherwise the process died while it wrote
+                yield orjson.loads(line)
 
     def wait_for_exit(self) -> WorkerExit:
         """Return the end of the process."""
@@ -84,6 +98,32 @@ class WorkerProcess(PartitionWorker):
             self._process.stdin.flush()
 
 
+def start_worker(import_path: Sequence[str] = ()) -> WorkerProcess:
+    """Start a worker process.
+
+    Args:
+        import_path: Folders that the process imports modules from; by default those of Python. The
+            working directory is not among these: a file there must not be imported as a module.
+    """
+    mine, theirs = os.pipe()
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(os.fdopen(mine, "rb"))
+        with os.fdopen(theirs, "wb"):
+            # The driver stops its workers. Ctrl-C must not reach one before its main function.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs), *import_path],
+                    stdin=subprocess.PIPE,
+                    stdout=sys.__stderr__,
+                    pass_fds=[theirs],
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        stack.pop_all()
+    return WorkerProcess(process, output)
+
+
 class ProcessPool(WorkerPool):
     """Worker processes, and one queue of their messages.
 
@@ -99,9 +139,12 @@ class ProcessPool(WorkerPool):
         self._workers: list[WorkerProcess] = []
 
     def __enter__(self) -> Self:
-        """Start the processes."""
-        for _ in range(self._size):
-            self._start_worker()
+        """Start the processes. If one cannot be started, the others are stopped."""
+        with contextlib.ExitStack() as stack:
+            stack.push(self)
+            for _ in range(self._size):
+                self._start_worker()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,21 +177,6 @@ class ProcessPool(WorkerPool):
         self._start_worker()
 
     def _start_worker(self) -> None:
-        mine, theirs = os.pipe()
-        with os.fdopen(theirs, "wb"):
-            output = os.fdopen(mine, "rb")
-            # The driver stops its workers. Ctrl-C must not reach one before its main function.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            try:
-                process = subprocess.Popen(
-                    # -P: a file in the working directory must not be imported as a module.
-                    [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs)],
-                    stdin=subprocess.PIPE,
-                    stdout=sys.__stderr__,
-                    pass_fds=[theirs],
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        worker = WorkerProcess(process, output)
+        worker = start_worker()
         self._workers.append(worker)
         worker.listen(lambda sender, message: self._messages.put((sender, message)))

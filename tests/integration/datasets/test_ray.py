@@ -5,7 +5,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -15,17 +17,25 @@ from millrace.datasets import (
     PipelineSettings,
     plan_dataset,
     preflight_dataset,
+    ray_tasks,
     shard_dataset,
     verify_dataset,
 )
+from millrace.datasets.plan import commit_plan, make_plan
 from millrace.datasets.plan_digest import compute_plan_digest
-from millrace.datasets.ray_tasks import shard_on_node
+from millrace.datasets.ray_tasks import RayPool, shard_on_node
 from millrace.datasets.worker import PartitionJob
-from millrace.progress import ignore_event
+from millrace.keys.datasets import DatasetKeys
+from millrace.keys.leases import LeaseKeys
+from millrace.lease import Holder, LeaseTerm
+from millrace.records import commit_once
+from millrace.schemas.dataset import DatasetPlan
 from millrace.storage import list_objects, open_store, read
 from millrace.testing.process import find_free_ports
 from tests.ray_cluster import DISK, RayCluster
 
+NODE = "10.0.0.2-ab12cd"
+TERM_KEY = LeaseKeys("sets/one", "train-00000").make_term_key(0)
 DRIVER = """
 import json, os, sys
 from millrace import errors
@@ -210,13 +220,8 @@ def test_an_error_of_a_task_is_the_error_of_the_run(
     assert last["type"] == "ChangedError"
 
 
-@pytest.mark.parametrize("has_folder", [False, True])
-def test_a_node_that_does_not_see_the_destination_says_so(
-    settings: PipelineSettings, tmp_path: Path, has_folder: bool
-) -> None:
-    if has_folder:
-        (tmp_path / "store").mkdir()
-    plan = plan_dataset(settings)
+def make_job(settings: PipelineSettings, plan: DatasetPlan) -> bytes:
+    """The job of the first partition, as the driver sends it."""
     job = PartitionJob(
         dataset=plan.dataset,
         plan_digest=compute_plan_digest(plan),
@@ -227,17 +232,130 @@ def test_a_node_that_does_not_see_the_destination_says_so(
         partition=plan.partitions[0],
         uploads=1,
     )
-    message = shard_on_node(orjson.dumps(job.reveal()), "10.0.0.2-ab12cd", ignore_event)
+    return orjson.dumps(job.reveal())
+
+
+def begin_run(settings: PipelineSettings, holder: str) -> DatasetPlan:
+    """Commit the plan and a lease of the first partition, as a driver does."""
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    files = settings.source.open_files()
+    plan, partitioned = make_plan(keys, settings.source, files, settings.sharding, store)
+    commit_plan(store, keys, plan, partitioned.objects)
+    by = Holder.describe_this_process().model_copy(update={"id": holder})
+    commit_once(store, TERM_KEY, LeaseTerm(holder=by, ttl=settings.execution.lease_timeout))
+    return plan
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_node_that_does_not_see_the_destination_says_so(
+    settings: PipelineSettings, tmp_path: Path, has_folder: bool
+) -> None:
+    if has_folder:
+        (tmp_path / "store").mkdir()
+    job = make_job(settings, plan_dataset(settings))
+    (message,) = shard_on_node(job, TERM_KEY, "00aa", NODE)
     kind, text = message["failed"]
     assert kind == "ConfigurationError"
-    assert text.startswith("10.0.0.2-ab12cd does not see the plan of sets/one in file:///")
+    assert text.startswith(f"{NODE} does not see this run of sets/one in file:///")
     assert not list((tmp_path / "store").glob("*"))
 
 
-def test_a_node_with_another_version_of_millrace_says_so() -> None:
-    kind, text = shard_on_node(b'{"new_field": 1}', "10.0.0.2-ab12cd", ignore_event)["failed"]
+def test_a_node_with_an_earlier_state_of_the_destination_says_so(
+    settings: PipelineSettings,
+) -> None:
+    plan = begin_run(settings, "00bb")
+    (message,) = shard_on_node(make_job(settings, plan), TERM_KEY, "00aa", NODE)
+    kind, text = message["failed"]
     assert kind == "ConfigurationError"
-    assert "10.0.0.2-ab12cd has another version of Millrace" in text
+    assert text.startswith(f"{NODE} does not see this run of sets/one in file:///")
+    assert read_all(settings) == {}
+
+
+def test_a_node_with_another_version_of_millrace_says_so() -> None:
+    (message,) = shard_on_node(b'{"new_field": 1}', TERM_KEY, "00aa", NODE)
+    kind, text = message["failed"]
+    assert kind == "ConfigurationError"
+    assert f"{NODE} has another version of Millrace" in text
+
+
+@pytest.fixture
+def no_idle_workers() -> Iterator[None]:
+    """Stops the processes that wait for the next task."""
+    yield
+    while ray_tasks._idle_workers:
+        ray_tasks._idle_workers.pop().stop()
+
+
+def run_on_node(settings: PipelineSettings, work: str, folder: Path) -> list[dict[str, Any]]:
+    """The messages of a node that shards the first partition with a function."""
+    (folder / "code.py").write_text(f"import os, signal\n\ndef work(sample):\n{work}\n")
+    asked = settings.model_dump()
+    function = {"kind": "function", "function": f"{folder}/code.py:work"}
+    asked["sharding"]["transforms"] = [function]
+    asked["store"]["url"] = (folder / "store").as_uri()
+    settings = PipelineSettings.model_validate(asked)
+    plan = begin_run(settings, "00aa")
+    return list(shard_on_node(make_job(settings, plan), TERM_KEY, "00aa", NODE))
+
+
+@pytest.mark.usefixtures("no_idle_workers")
+def test_functions_of_a_node_run_in_the_main_thread_of_one_process(
+    settings: PipelineSettings, tmp_path: Path
+) -> None:
+    pids: set[int] = set()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        alarm = "    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    return sample"
+        messages = run_on_node(settings, alarm, tmp_path / name)
+        assert messages[-1]["ended"]["quarantined"] == 0
+        pids.add(messages[0]["started"][1])
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+@pytest.mark.usefixtures("no_idle_workers")
+@pytest.mark.parametrize(
+    ("work", "last"),
+    [
+        (
+            "    raise KeyboardInterrupt('of Rust')",
+            {"failed": ["WorkerError", f"{NODE}: train-00000: KeyboardInterrupt: of Rust"]},
+        ),
+        ("    os._exit(3)", {"exited": ["exited with code 3", False]}),
+        ("    os.kill(os.getpid(), 9)", {"exited": ["was killed by SIGKILL", True]}),
+    ],
+    ids=["raises", "exits", "is killed"],
+)  # fmt: skip
+def test_whatever_ends_the_work_of_a_node_is_the_last_message_of_its_task(
+    settings: PipelineSettings, tmp_path: Path, work: str, last: dict[str, Any]
+) -> None:
+    assert run_on_node(settings, work, tmp_path)[-1] == last
+
+
+@pytest.mark.usefixtures("no_idle_workers")
+def test_a_task_that_is_stopped_in_the_middle_ends_its_process(settings: PipelineSettings) -> None:
+    plan = begin_run(settings, "00aa")
+    messages = shard_on_node(make_job(settings, plan), TERM_KEY, "00aa", NODE)
+    pid = next(messages)["started"][1]
+    assert "event" in next(messages)
+    messages.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(("processors", "limit", "tasks"), [(2, 6, 2), (2, 1, 1), (2, None, 2)])
+def test_no_partition_is_claimed_for_which_a_cluster_has_no_cpu(
+    processors: int, limit: int | None, tasks: int
+) -> None:
+    options = SimpleNamespace(options=lambda **_: None)
+    ray = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": float(processors)}, remote=lambda _: options
+    )
+    pool = RayPool(ray, limit)
+    for number in range(tasks):
+        task = pool.find_idle()
+        assert task
+        pool._tasks[number] = task
+    assert pool.find_idle() is None
 
 
 def test_a_cluster_that_does_not_answer_is_a_reason_why_the_run_would_refuse(
