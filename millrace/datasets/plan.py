@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, cast
 
 from millrace import errors
-from millrace.datasets.formats import ShardFormat, open_format
+from millrace.datasets.formats import open_format
 from millrace.datasets.formats.fields import decide_fields
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
@@ -36,6 +36,7 @@ from millrace.datasets.sources.folder import MAX_SAMPLE_LIST_BYTES
 from millrace.datasets.sources.sample_table import decode_sample_list
 from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms import list_transform_changes, record_transforms
+from millrace.datasets.writers import describe_writers, list_writers
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys
@@ -47,9 +48,7 @@ from millrace.schemas.dataset import (
     FileRef,
     HubShardRange,
     Manifest,
-    Partition,
     PartitionEnd,
-    RowRange,
     SampleList,
     ShardCommit,
     ShardLayout,
@@ -63,19 +62,6 @@ _LEASE_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL = 1.0  # seconds between two checks of a removal by another run
 _MAX_NAMED = 3  # files named in the error about a changed source
 _CONCURRENCY = 16  # concurrent uploads of the objects of a plan
-# Versions of the code that turns a row into the bytes of a sample. A change of that code which
-# changes the bytes must change a version.
-_ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
-_PYARROW = "pyarrow"  # its version is that of a package
-_TABLE_VERSIONS = {"table": "3"}  # of rows of Arrow tables
-_KIND_VERSIONS = {
-    SourceKind.JSONL.value: {"jsonl": "2"},
-    SourceKind.PARQUET.value: _TABLE_VERSIONS,
-    SourceKind.HUGGINGFACE.value: _TABLE_VERSIONS,
-    SourceKind.CSV.value: {"csv": "1"},
-    SourceKind.WEBDATASET.value: {"tar": "2"},
-    SourceKind.URLS.value: {"urls": "2"},
-}
 
 
 def make_plan(
@@ -149,7 +135,9 @@ def make_plan(
         layout=ShardLayout(
             formats=tuple(one.name for one in formats),
             fields=fields,
-            writer=_list_writers(formats, partitioned.record.kind, partitioned.partitions),
+            writer=list_writers(
+                formats, partitioned.record.kind, next(iter(partitioned.partitions), None)
+            ),
             shard_bytes=settings.shard_bytes,
             shard_samples=settings.shard_samples,
         ),
@@ -160,52 +148,6 @@ def make_plan(
         partition_files=settings.partition_files,
     )
     return plan, partitioned
-
-
-def _list_writers(
-    formats: Iterable[ShardFormat], kind: str, partitions: Sequence[Partition]
-) -> dict[str, str]:
-    """Return the versions of the code that reads a source and writes shards."""
-    # A list of URLs may be a table, too.
-    is_table = any(isinstance(one.source_range, RowRange) for one in partitions[:1])
-    return {
-        **{name: version for one in formats for name, version in one.writer.items()},
-        **_ROW_VERSIONS,
-        **_KIND_VERSIONS.get(kind, {}),
-        **(_TABLE_VERSIONS if is_table else {}),
-    }
-
-
-def describe_writers(plan: DatasetPlan, formats: Sequence[str]) -> str:
-    """Describe the versions of a plan's writers that differ from those that are installed.
-
-    Args:
-        plan: Committed plan.
-        formats: Formats of the plan whose writers count.
-
-    Returns:
-        Sentences, the last one with what to install and without its end; empty if all are equal.
-    """
-    present = _list_writers(map(open_format, formats), plan.source.kind, plan.partitions)
-    all_formats = map(open_format, plan.layout.formats)
-    others = {name for one in all_formats for name in one.writer} - set(present)
-    planned = {name: one for name, one in plan.layout.writer.items() if name not in others}
-    differing = {
-        name: f"{name} {planned.get(name, 'none')}, now {present.get(name, 'none')}"
-        for name in {**planned, **present}
-        if planned.get(name) != present.get(name)
-    }
-    if not differing:
-        return ""
-    needed: list[str] = []
-    if _PYARROW in differing and _PYARROW in planned:
-        needed.append(f"{_PYARROW}=={planned[_PYARROW]}")
-    if set(differing) - {_PYARROW}:
-        needed.append("the version of Millrace that planned it")
-    return (
-        f"The dataset {plan.dataset} was planned with other versions of its writers "
-        f"({'; '.join(differing.values())}). Install {' and '.join(needed)}"
-    )
 
 
 def check_committed(
@@ -515,7 +457,8 @@ def _check_same_plan(
             f"The dataset {proposed.dataset} was planned with other settings: "
             f"{', '.join(differing)}. Run it with those, or give this one another name."
         )
-    writers = describe_writers(committed, committed.layout.formats)
+    first = next(iter(committed.partitions), None)
+    writers = describe_writers(committed.dataset, committed.layout, committed.source.kind, first)
     if writers and not exists(store, DatasetKeys(proposed.dataset).manifest):
         raise errors.ConflictError(f"{writers} to finish it, or give this one another name.")
     if committed.source.digest != proposed.source.digest:

@@ -12,7 +12,6 @@ from millrace.datasets.card import make_card, write_card
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
 from millrace.datasets.indexes import make_indexes
-from millrace.datasets.plan import describe_writers
 from millrace.datasets.progress_events import ShardRepaired, ShardRepairStarted
 from millrace.datasets.settings import PipelineSettings
 from millrace.datasets.sources import BadRow, SourceFiles
@@ -23,6 +22,7 @@ from millrace.datasets.transforms import (
     record_transforms,
 )
 from millrace.datasets.verify import ShardFault, read_manifest, verify_dataset
+from millrace.datasets.writers import describe_writers
 from millrace.digest import compute_digest
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
@@ -235,7 +235,10 @@ def _replace_shard(
     """Write a shard that has the digest of its commit. An object that is intact by now stays."""
     key = shard.key
     if compute_digest(data) != shard.digest:
-        if writers := describe_writers(plan, [shard.format]):
+        writers = describe_writers(
+            plan.dataset, plan.layout, plan.source.kind, plan.partitions[0], [shard.format]
+        )
+        if writers:
             raise errors.ConflictError(
                 f"{store.make_url(key)} has other bytes if it is made again, and was not replaced. "
                 f"{writers} to repair it."

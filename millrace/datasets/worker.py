@@ -35,6 +35,7 @@ from millrace.datasets.sources import (
     open_mirrored_files,
 )
 from millrace.datasets.transforms import open_transformed_source
+from millrace.datasets.writers import check_writers
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import keep_freed_memory
 from millrace.processes import end_with_parent
@@ -83,7 +84,13 @@ class PartitionJobs:
 
 
 def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
-    """Shard one partition."""
+    """Shard one partition.
+
+    Raises:
+        ConfigurationError: This process would make other bytes than the plan means.
+        MillraceError: The errors of `shard_partition`.
+    """
+    check_writers(job.dataset, job.layout, job.source.kind, job.partition)
     store, keys = open_store(job.store), DatasetKeys(job.dataset)
     files = _open_source_files(job, store, keys, progress)
     source = open_transformed_source(

@@ -333,6 +333,24 @@ def test_whatever_ends_the_work_of_a_node_is_the_last_message_of_its_task(
 
 
 @pytest.mark.usefixtures("no_idle_workers")
+def test_a_node_whose_packages_make_other_bytes_than_the_plan_says_so(
+    settings: PipelineSettings,
+) -> None:
+    plan = begin_run(settings, "00aa")
+    job = orjson.loads(make_job(settings, plan))
+    job["layout"]["writer"] |= {"webdataset": "ustar-0", "pyarrow": "99.0"}
+    *_, message = shard_on_node(orjson.dumps(job), TERM_KEY, "00aa", NODE)
+    kind, text = message["failed"]
+    assert kind == "ConfigurationError"
+    assert text.startswith(
+        f"{NODE}: The dataset {settings.dataset} was planned with other versions of its writers "
+        "(pyarrow 99.0, now none; webdataset ustar-0, now ustar-1). Install pyarrow==99.0 and the "
+        "version of Millrace that planned it on this machine."
+    )
+    assert read_all(settings) == {}
+
+
+@pytest.mark.usefixtures("no_idle_workers")
 def test_a_task_that_is_stopped_in_the_middle_ends_its_process(settings: PipelineSettings) -> None:
     plan = begin_run(settings, "00aa")
     messages = shard_on_node(make_job(settings, plan), TERM_KEY, "00aa", NODE)
