@@ -7,15 +7,18 @@ its partition continues from the ledger.
 """
 
 import logging
+import random
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from millrace import errors
 from millrace.datasets.progress_events import (
+    PartitionEnded,
     PartitionsPending,
     ShardCommitted,
     WorkerLost,
@@ -38,12 +41,14 @@ from millrace.lease import (
     find_holder,
 )
 from millrace.progress import Event, Progress
+from millrace.records import read_records
 from millrace.schemas.dataset import Partition, PartitionEnd
 from millrace.storage import Store, exists, list_objects
 
 logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of partitions that other runs hold
+_LISTED_OBJECTS = 1000  # objects in one answer of a listing
 _MAX_DEATHS = 3  # workers that may die in one partition without a commit in between
 
 
@@ -72,7 +77,7 @@ def shard_all_partitions(
         MillraceError: A worker raised this error. The other workers are stopped; a later run
             continues.
     """
-    pending = _PendingPartitions(store, keys, jobs)
+    pending = _PendingPartitions(store, keys, jobs, progress)
     progress(PartitionsPending(partitions=len(pending)))
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
@@ -143,29 +148,38 @@ class _PartitionLeases:
 
 
 class _PendingPartitions:
-    """Partitions that no worker of this process has begun."""
+    """Partitions that no worker of this process has begun.
 
-    def __init__(self, store: Store, keys: DatasetKeys, jobs: PartitionJobs) -> None:
-        self._store, self._keys = store, keys
+    A run takes them in the order of the plan. When it meets the work of another run, it goes on at
+    a random partition, so that the runs do not follow each other through the plan.
+
+    Args:
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        jobs: Jobs of all partitions.
+        progress: Called at each end of a partition that this object finds, but for the first ones.
+    """
+
+    def __init__(
+        self, store: Store, keys: DatasetKeys, jobs: PartitionJobs, progress: Progress
+    ) -> None:
+        self._store, self._keys, self._progress = store, keys, progress
         self._make_job = jobs.make
-        self._partitions = deque(jobs.partitions)
         self._held_elsewhere: list[Partition] = []
-        self.drop_ended()
+        self._listing_requests = 0
+        self._ends_met = 0  # since the last listing
+        ended = self._list_ended()
+        self._partitions = deque(one for one in jobs.partitions if one.name not in ended)
 
     def __len__(self) -> int:
         return len(self._partitions) + len(self._held_elsewhere)
 
-    def drop_ended(self) -> None:
-        """Drop the partitions that have ended. Lists the whole ledger."""
-        ended = {self._keys.parse_end(s.key) for s in list_objects(self._store, self._keys.commits)}
-        self._partitions = deque(one for one in self._partitions if one.name not in ended)
-
     def requeue_held(self) -> None:
         """Drop the held partitions that have ended, and queue the others again."""
         held, self._held_elsewhere = self._held_elsewhere, []
-        for partition in held:
-            if not exists(self._store, self._keys.make_end_key(partition.name)):
-                self._partitions.append(partition)
+        ended = {one.name for one in held if self._has_ended(one)}
+        self._partitions.extend(one for one in held if one.name not in ended)
+        self._report_ends(ended)
 
     def put_back(self, partition: Partition) -> None:
         self._partitions.appendleft(partition)
@@ -175,11 +189,54 @@ class _PendingPartitions:
         while self._partitions:
             partition = self._partitions.popleft()
             lease = leases.claim(partition.name)
-            if isinstance(lease, Lease):
+            if isinstance(lease, HeldLease):
+                logger.info(
+                    "%s is held by %s until %s", partition.name, lease.holder.host, lease.until
+                )
+                self._held_elsewhere.append(partition)
+            elif lease.term and self._has_ended(partition):  # the first holder meets no end
+                leases.heartbeat.release(lease)
+                self._drop_ended(partition)
+            else:
                 return self._make_job(partition), lease
-            logger.info("%s is held by %s until %s", partition.name, lease.holder.host, lease.until)
-            self._held_elsewhere.append(partition)
+            if self._partitions:
+                self._partitions.rotate(random.randrange(len(self._partitions)))
         return None
+
+    def _has_ended(self, partition: Partition) -> bool:
+        return exists(self._store, self._keys.make_end_key(partition.name))
+
+    def _drop_ended(self, met: Partition) -> None:
+        """Drop a partition that another run has ended, and others that have ended.
+
+        The ledger is listed again after as many of these ends as a listing has requests.
+        """
+        ended = {met.name}
+        self._ends_met += 1
+        if self._ends_met >= self._listing_requests:
+            self._ends_met = 0
+            listed = self._list_ended()
+            ended |= {one.name for one in self._partitions if one.name in listed}
+            self._partitions = deque(one for one in self._partitions if one.name not in ended)
+        self._report_ends(ended)
+
+    def _list_ended(self) -> set[str]:
+        """Return the names of the partitions that have ended. Lists the whole ledger."""
+        ended: set[str] = set()
+        objects = 0
+        for stat in list_objects(self._store, self._keys.commits):
+            objects += 1
+            if name := self._keys.parse_end(stat.key):
+                ended.add(name)
+        self._listing_requests = 1 + objects // _LISTED_OBJECTS
+        return ended
+
+    def _report_ends(self, partitions: Iterable[str]) -> None:
+        """Send the event of each end. One request for each."""
+        wanted = ((name, self._keys.make_end_key(name), PartitionEnd) for name in partitions)
+        for _, end in read_records(self._store, wanted):
+            if isinstance(end, PartitionEnd):  # otherwise `finalize_dataset` names the damage
+                self._progress(PartitionEnded.describe(end))
 
 
 def _run_in_process(
@@ -215,6 +272,7 @@ class _Driver:
         self._pool, self._pending, self._leases = pool, pending, leases
         self._progress = progress
         self._deaths: Counter[str] = Counter()
+        self._ended: set[str] = set()  # partitions whose workers have not sent their last message
 
     def run(self) -> None:
         last_poll = time.monotonic()
@@ -224,6 +282,8 @@ class _Driver:
                 if claimed is None:
                     break
                 worker.start(*claimed)
+            if not (self._pending or self._pool.is_busy):
+                return  # other runs have ended the rest
             # No worker reports the end of a partition of another run, so the bucket is polled.
             all_held_elsewhere = bool(self._pending and self._pool.find_idle())
             received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)
@@ -241,11 +301,14 @@ class _Driver:
                     event = replace(event, pid=worker.pid)
                 if isinstance(event, ShardCommitted) and worker.assignment:
                     self._deaths.pop(worker.assignment.job.partition.name, None)
+                if isinstance(event, PartitionEnded):
+                    self._ended.add(event.partition)
                 self._progress(event)
                 worker.acknowledge(number)
             case {"ended": end}:
                 PartitionEnd.model_validate(end)  # raises for a damaged message
-                _, lease = worker.finish()
+                job, lease = worker.finish()
+                self._ended.discard(job.partition.name)
                 self._leases.heartbeat.release(lease)
             case {"failed": [kind, text]}:
                 raise getattr(errors, kind, errors.WorkerError)(text)
@@ -262,6 +325,8 @@ class _Driver:
         job, lease = worker.finish()
         partition = job.partition.name
         self._leases.heartbeat.release(lease)
+        if partition in self._ended:
+            return
         self._deaths[partition] += 1
         if self._deaths[partition] >= _MAX_DEATHS:
             remedy = (

@@ -91,6 +91,7 @@ def shard_partition(
     if exists(store, keys.make_end_key(partition.name)):
         end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
         check_plan_digest([end], plan_digest)
+        progress(PartitionEnded.describe(end))
         return end
     while True:
         last = _read_last_commit(store, keys, partition.name)

@@ -142,11 +142,36 @@ def test_a_second_run_finds_all_done(settings):
 
 def test_two_runs_at_once_share_the_work_and_both_end_right(settings):
     settings = changed(settings, sharding={"partition_bytes": 25_000}, execution={"workers": 1})
+    events: list[list[Event]] = [[], []]
     with ThreadPoolExecutor(2) as pool:
-        reports = [f.result() for f in [pool.submit(shard_dataset, settings) for _ in range(2)]]
+        runs = [pool.submit(shard_dataset, settings, progress=own.append) for own in events]
+        reports = [run.result() for run in runs]
     assert reports[0].manifest == reports[1].manifest
+    for own in events:
+        (pending,) = (one.partitions for one in own if isinstance(one, PartitionsPending))
+        assert sum(isinstance(one, PartitionEnded) for one in own) == pending
     assert sum(report.new_shards for report in reports) == len(reports[0].manifest.shards)
     assert ids_in(open_store(settings.store), reports[0].manifest.shards) == Counter(range(2000))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_walks_through_no_partitions_that_another_run_has_ended_meanwhile(settings, workers):
+    settings = changed(
+        settings, sharding={"partition_bytes": 25_000}, execution={"workers": workers}
+    )
+    events: list[Event] = []
+
+    def progress(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, PartitionsPending):
+            shard_dataset(settings)
+
+    report = shard_dataset(settings, progress=progress)
+    assert report.new_shards == 0
+    assert sum(isinstance(one, PartitionEnded) for one in events) == report.partitions > 10
+    assert not any(isinstance(one, PartitionOpened) for one in events)
+    terms = list_objects(open_store(settings.store), "sets/one/lease/train-")
+    assert sum(stat.key.endswith("/000001.json") for stat in terms) == 1
 
 
 def test_bad_rows_are_kept_with_their_reasons(settings, tmp_path):
