@@ -10,6 +10,7 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionEnding,
     PartitionOpened,
+    PartitionStalled,
     ShardCommitted,
     ShardEncoded,
     ShardHalfEncoded,
@@ -49,6 +51,8 @@ from millrace.schemas.dataset import (
 from millrace.storage import Store, create, exists, list_objects, stream
 
 logger = logging.getLogger(__name__)
+
+_STALL_TIMEOUT = 300.0  # seconds without a row until the first event says so
 
 
 class _SupersededError(Exception):
@@ -107,11 +111,11 @@ def shard_partition(
             )
         )
         try:
-            with _ShardUploader(
+            with _StallWatch(partition.name, progress) as watch, _ShardUploader(
                 store, keys, partition, layout, plan_digest, number, uploads, progress,
                 is_reproducible=is_reproducible,
             ) as uploader:  # fmt: skip
-                _PartitionWriter(uploader, source, position).write_rows()
+                _PartitionWriter(uploader, source, position, watch).write_rows()
         except _SupersededError:
             logger.info("%s: another run has committed these rows first", partition.name)
             continue
@@ -128,11 +132,17 @@ class _PartitionWriter:
         uploader: Uploader of the commits.
         source: Source of the rows.
         position: Cursor and `skip` of the first row.
+        watch: Watch that is told each row.
     """
 
     def __init__(
-        self, uploader: "_ShardUploader", source: TransformedSource, position: tuple[int, int]
+        self,
+        uploader: "_ShardUploader",
+        source: TransformedSource,
+        position: tuple[int, int],
+        watch: "_StallWatch",
     ) -> None:
+        self._watch = watch
         self._uploader, self._layout, self._source = uploader, uploader.layout, source
         self._position = position
         self._pending = uploader.begin_commit(position)
@@ -146,6 +156,7 @@ class _PartitionWriter:
         rows = iterate(self._uploader.partition.source_range, *self._position)
         try:
             for row in rows:
+                self._watch.note_row(_get_name(row))
                 if isinstance(row, RowBatch):
                     self._add_batch(row)
                 else:
@@ -227,8 +238,47 @@ class _PartitionWriter:
         self._pending.dropped = self._source.take_dropped(self._pending.next_position[0])
 
 
-def _get_name(row: Row) -> str:
+def _get_name(row: Row | RowBatch) -> str:
+    """Return the name of a row, or of the last row of a batch."""
+    if isinstance(row, RowBatch):
+        return row.keys[-1] if row else ""
     return row.where if isinstance(row, BadRow) else row.key
+
+
+class _StallWatch:
+    """Thread that sends events while a partition gets no rows, such as of a function that hangs."""
+
+    def __init__(self, partition: str, progress: Progress) -> None:
+        self._partition, self._progress = partition, progress
+        self._rows, self._last_row = 0, ""
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stalls")
+
+    def __enter__(self) -> Self:
+        self._watching = self._pool.submit(self._watch)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+        if kind is None:
+            self._watching.result()
+
+    def note_row(self, name: str) -> None:
+        """Note that a row was read."""
+        self._rows, self._last_row = self._rows + 1, name
+
+    def _watch(self) -> None:
+        rows, seconds = -1, 0.0
+        while not self._stop.wait(_STALL_TIMEOUT):
+            seconds = seconds + _STALL_TIMEOUT if self._rows == rows else 0.0
+            rows = self._rows
+            if seconds:
+                self._progress(
+                    PartitionStalled(
+                        partition=self._partition, last_row=self._last_row, seconds=seconds
+                    )
+                )
 
 
 _MAX_BAD_BYTES = 4 << 20  # bytes of bad rows in one commit

@@ -1,6 +1,7 @@
 """Plan, shard and finalize a dataset."""
 
 import contextlib
+import logging
 import os
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from millrace.datasets.plan import (
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     LocationFailed,
+    PartitionStalled,
     PlanCommitted,
     ShardCommitted,
     SourceRead,
@@ -48,6 +50,8 @@ from millrace.settings import load_settings
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
 
 _DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +457,15 @@ class _CommitCounter:
                 self.shards += len(event.keys)
                 self.samples += event.samples
                 self.size += event.size
+            case PartitionStalled():
+                logger.warning(
+                    "%s has got no sample for %.0f minutes, %s, in process %d. If a function, the "
+                    "source or the store hangs, correct it and run it again: the run continues.",
+                    event.partition,
+                    event.seconds / 60,
+                    f"after {event.last_row}" if event.last_row else "and none before",
+                    event.pid,
+                )
             case SourceRead():
                 self._served.update(event.served)
             case LocationFailed() if (event.location, event.differs) not in self._logged:

@@ -207,6 +207,21 @@ class ShardCommitted(PartitionEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStalled(PartitionEvent):
+    """Event after some minutes without a row of a partition, and again after as many more.
+
+    Attributes:
+        last_row: Key of the last sample, or location of the last bad row; empty before the first.
+        seconds: Time without a row, at least.
+    """
+
+    kind: ClassVar[str] = "partition.stalled"
+
+    last_row: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionEnding(PartitionEvent):
     """Event before the end of a partition is committed.
 
@@ -421,6 +436,7 @@ _PARTITION_EVENTS: dict[str, type[PartitionEvent]] = {
         ShardEncoded,
         ShardUploaded,
         ShardCommitted,
+        PartitionStalled,
         PartitionEnding,
         PartitionEnded,
         LocationFailed,

@@ -15,10 +15,11 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from millrace import PipelineSettings, errors, shard_dataset
-from millrace.datasets import plan_garbage, repair_dataset, verify_dataset
+from millrace.datasets import partition, plan_garbage, repair_dataset, verify_dataset
 from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import (
     PartitionOpened,
+    PartitionStalled,
     ShardCommitted,
     ShardEncoded,
     ShardUploaded,
@@ -205,6 +206,39 @@ def test_a_worker_process_makes_the_same_samples_and_quarantines_the_texts_that_
     bad = b"".join(body for key, body in read_objects(here).items() if "/quarantine/" in key)
     assert bad.count(b"split raised ValueError: a text that raises") == 2
     assert bad.count(b"not valid JSON") == 2
+
+
+HANGING = """
+import time
+from pathlib import Path
+
+folder = Path({folder!r})
+keys = []
+
+def clean(sample):
+    keys.append(sample["__key__"])
+    if len(keys) == 4:
+        (folder / "before").write_text(keys[2])
+        while not (folder / "is announced").exists():
+            time.sleep(0.001)
+    return sample
+"""
+
+
+def test_a_function_that_hangs_is_announced_with_the_sample_before_it(folder, monkeypatch, caplog):
+    monkeypatch.setattr(partition, "_STALL_TIMEOUT", 0.01)
+    (folder / "clean.py").write_text(HANGING.format(folder=str(folder)))
+    before = folder / "before"
+
+    def progress(event):
+        is_stalled = isinstance(event, PartitionStalled) and before.exists()
+        if is_stalled and event.last_row == before.read_text():
+            (folder / "is announced").touch()
+
+    function = {"kind": "function", "function": f"{folder}/clean.py:clean"}
+    settings = make_settings(folder, "store", [function])
+    assert shard_dataset(settings, progress=progress).samples == 78
+    assert f"has got no sample for 0 minutes, after {before.read_text()}" in caplog.text
 
 
 POOL = """

@@ -12,6 +12,7 @@ from millrace.datasets.progress_events import (
     PartitionEnding,
     PartitionEvent,
     PartitionOpened,
+    PartitionStalled,
     ShardCommitted,
     ShardEncoded,
     ShardHalfEncoded,
@@ -41,6 +42,7 @@ EVENTS = [
     LocationFailed(
         partition="train-00000", location="s3://mirror", reason="no answer", differs=False
     ),
+    PartitionStalled(partition="train-00000", last_row="00000-7", seconds=300.0),
     SourceRead(partition="train-00000", served={"s3://mirror": 9}),
     PartitionEnding(partition="train-00000", samples=9, size=10),
     PartitionEnded(partition="train-00000", samples=9, size=10, quarantined=7),
