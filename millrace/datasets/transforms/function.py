@@ -8,9 +8,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 from millrace.datasets.sample import Row, Sample, explain_result
@@ -60,14 +61,17 @@ class FunctionTransform:
     """Transform that calls a function with each sample.
 
     The function gets a dict of the fields and of ``__key__``, and returns a dict, an iterable of
-    dicts, or None. A function with a second required argument gets a `random.Random` whose seed is
-    made of the dataset's seed and the sample's key. The results of one call are held in memory.
+    dicts, or None. Each dict is encoded before the next is taken, so a generator may yield one dict
+    again and again. A function with a second required argument gets a `random.Random` whose seed is
+    made of the dataset's seed, the number of the step and the sample's key. The results of one call
+    are held in memory.
 
     Args:
         function: The function.
         name: Name of the function, for messages.
         seed: Seed of the dataset.
         types: Declared types of the fields that it takes and returns, by their names.
+        step: Number of the transform in its chain.
 
     Raises:
         ConfigurationError: The function cannot be called with one or two arguments.
@@ -81,9 +85,12 @@ class FunctionTransform:
         name: str,
         seed: int | None,
         types: Mapping[str, str] = NO_TYPES,
+        step: int = 0,
     ) -> None:
-        self._function, self._name, self._seed, self._types = function, name, seed, types
+        self._function, self._name, self._types = function, name, types
+        self._seed = f"{seed or 0}/{step}"
         self._takes_random = _count_arguments(function, name) > 1
+        self._handlers = _signal_handlers.find_of_program()
 
     def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
         """Return the samples that the function makes of each sample.
@@ -99,39 +106,36 @@ class FunctionTransform:
         except BadFieldError as error:
             return [make_bad_row(sample, str(error))]
         try:
-            made = self._call(values, sample.key)
+            with _prints_to_stderr:
+                return self._call(values, sample)
         except MemoryError as error:  # no fault of the sample
             raise WorkerError(
                 f"{self._name} ran out of memory at the sample {sample.key}. Lower `workers`, or "
                 "use a machine with more memory, and run it again: the run continues."
             ) from error
         except BaseException as error:  # also `sys.exit`, and a panic of Rust
-            if is_interruption(error):
+            if is_interruption(error, self._handlers):
                 raise
             return [make_bad_row(sample, f"{self._name} raised {format_last_line(error)}")]
-        if not isinstance(made, list):
-            return [self._make_row(sample, made, None)]
-        parts = cast("list[Any]", made)
-        return [self._make_row(sample, part, number) for number, part in enumerate(parts)]
 
-    def _call(self, values: dict[str, Any], key: str) -> object:
-        """Return the result of the function: a list if it has made any number of samples.
+    def _call(self, values: dict[str, Any], sample: Sample) -> list[Row]:
+        """Call the function, and return what it makes of a sample.
 
-        Mappings are read here, so that an error of one is an error of the function.
+        The result is read here, so that an error of a mapping is an error of the function.
         """
-        arguments = [random.Random(f"{self._seed or 0}/{key}")] if self._takes_random else []
-        with _prints_to_stderr:
-            made: Any = self._function(values, *arguments)
-            if made is None:
-                return []
-            if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
-                return _read_mapping(cast("object", made))
-            return [_read_mapping(part) for part in cast("Iterable[Any]", made)]
+        arguments = [random.Random(f"{self._seed}/{sample.key}")] if self._takes_random else []
+        made: Any = self._function(values, *arguments)
+        if made is None:
+            return []
+        if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
+            return [self._make_row(sample, cast("object", made), None)]
+        parts = cast("Iterable[Any]", made)
+        return [self._make_row(sample, part, number) for number, part in enumerate(parts)]
 
     def _make_row(self, sample: Sample, made: object, number: int | None) -> Row:
         if not isinstance(made, Mapping):
             return make_bad_row(sample, explain_result(self._name, made, number))
-        values = cast("Mapping[Any, Any]", made)
+        values = dict(cast("Mapping[Any, Any]", made).items())
         key = values.get(KEY, sample.key)
         if not isinstance(key, str) or key != sample.key:
             reason = f"{self._name} changed {KEY}, which is made by Millrace: leave it as it is"
@@ -141,13 +145,6 @@ class FunctionTransform:
         except BadFieldError as error:
             return make_bad_row(sample, f"{self._name}: {error}")
         return Sample(make_part_key(sample.key, number), fields, sample.next_cursor)
-
-
-def _read_mapping(made: object) -> object:
-    """Return a mapping as a dict, and another value as it is."""
-    if type(made) is dict or not isinstance(made, Mapping):
-        return cast("object", made)
-    return dict(cast("Mapping[Any, Any]", made).items())
 
 
 def _count_arguments(function: Callable[..., Any], name: str) -> int:
@@ -168,9 +165,50 @@ def _count_arguments(function: Callable[..., Any], name: str) -> int:
     return count
 
 
-def is_interruption(error: BaseException) -> bool:
-    """Decide whether an exception is not of the code that it ended: of Ctrl-C, or of a signal."""
-    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+class _SignalHandlers:
+    """The code of signal handlers, by which an exception of a handler is known.
+
+    A function may have a time limit of its own: a handler that raises in the function, which may
+    stay installed afterwards. Such an exception is one of the function. The handlers of the program
+    that calls functions are those that no function has installed.
+    """
+
+    def __init__(self) -> None:
+        self._of_functions: set[CodeType] = set()
+
+    def find_of_program(self) -> set[CodeType]:
+        """Return the code of the installed handlers that no function has installed."""
+        return _find_handlers() - self._of_functions
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """Note the handlers that code within the block installs."""
+        before = _find_handlers()
+        try:
+            yield
+        finally:
+            self._of_functions |= _find_handlers() - before
+
+
+_signal_handlers = _SignalHandlers()
+watch_functions = _signal_handlers.watch
+
+
+def _find_handlers() -> set[CodeType]:
+    """Return the code of the signal handlers that are installed now."""
+    handlers = (getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals())
+    return {code for code in handlers if code is not None}
+
+
+def is_interruption(error: BaseException, handlers: set[CodeType] | None = None) -> bool:
+    """Decide whether an exception is not of the code that it ended: of Ctrl-C, or of a handler.
+
+    Args:
+        error: The exception.
+        handlers: Code of the signal handlers that were installed before the code ran; by default
+            of those that are installed now and that no function has installed.
+    """
+    handlers = _signal_handlers.find_of_program() if handlers is None else handlers
     frames = traceback.walk_tb(error.__traceback__)
     return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f, _ in frames)
 
@@ -200,12 +238,13 @@ def load_from_bytes(code: bytes, name: str, where: str) -> Callable[..., Any]:
     if module is None:
         module = ModuleType(module_name)
         sys.modules[module_name] = module  # dataclasses and pickle look their module up
+        handlers = _signal_handlers.find_of_program()
         try:
-            with _prints_to_stderr:
+            with _prints_to_stderr, watch_functions():
                 exec(compile(code, f"<{where}>", "exec"), module.__dict__)  # noqa: S102 - the user's
         except BaseException as error:
             del sys.modules[module_name]
-            if is_interruption(error):
+            if is_interruption(error, handlers):
                 raise
             raise ConfigurationError(
                 f"{where} cannot be run: {format_last_line(error)}. Modules beside the file are "
@@ -223,11 +262,12 @@ def load_installed(module_name: str, name: str) -> tuple[Callable[..., Any], str
     Raises:
         ConfigurationError: The module cannot be imported, or has no such function or no file.
     """
+    handlers = _signal_handlers.find_of_program()
     try:
-        with _prints_to_stderr:
+        with _prints_to_stderr, watch_functions():
             module = importlib.import_module(module_name)
     except BaseException as error:
-        if is_interruption(error):
+        if is_interruption(error, handlers):
             raise
         raise ConfigurationError(
             f"The module {module_name} cannot be imported: {format_last_line(error)}. Install it "

@@ -358,11 +358,12 @@ def _open_chain(
     transforms: list[SampleTransform] = []
     packing = None
     steps = cast("list[JsonObject]", record.get("steps", []))
-    for step, types_there in zip(steps, _trace_types(steps, types), strict=True):
+    all_types = _trace_types(steps, types)
+    for number, (step, types_there) in enumerate(zip(steps, all_types, strict=True)):
         body = _read_verified(step, read_object)
         match step["kind"]:
             case "function":
-                transforms.append(_open_function(step, body, record["seed"], types_there))
+                transforms.append(_open_function(step, body, record["seed"], types_there, number))
             case "tokenize":
                 transform, packing = _open_tokenize(step, body)
                 transforms.append(transform)
@@ -419,17 +420,17 @@ def _trace_types(
 
 
 def _open_function(
-    step: JsonObject, body: bytes, seed: int | None, types: Mapping[str, str]
+    step: JsonObject, body: bytes, seed: int | None, types: Mapping[str, str], number: int
 ) -> FunctionTransform:
     check_imports(step.get("modules", {}))
     if "object" in step:
         name = step["function"]
         function = load_from_bytes(body, name, "The file of a transform")
-        return FunctionTransform(function, name, seed, types)
+        return FunctionTransform(function, name, seed, types, number)
     settings = FunctionSettings(function=step["function"])
     function, digest = load_installed(settings.module, settings.name)
     _check_digest(f"The module {settings.module}", digest, step["digest"])
-    return FunctionTransform(function, settings.name, seed, types)
+    return FunctionTransform(function, settings.name, seed, types, number)
 
 
 def _open_tokenize(step: JsonObject, body: bytes) -> tuple[SampleTransform, Packing | None]:

@@ -14,6 +14,7 @@ from millrace.datasets.transforms.base import (
     apply_transform,
     make_changed_error,
 )
+from millrace.datasets.transforms.function import watch_functions
 from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.schemas.dataset import SourceRange
 
@@ -111,17 +112,18 @@ class TransformedSource:
     def _count_dropped(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
         self._dropped.clear()
         is_following = False
-        for group in groups:
-            if group.rows:
-                is_following = False
-            elif is_following:
-                self._dropped[-1].count += 1
-            else:
-                self._dropped.append(_DroppedRows(group.cursor))
-                is_following = True
-            held = [group]
-            del group  # a large row is not held while the next is read
-            yield held.pop()
+        with watch_functions():
+            for group in groups:
+                if group.rows:
+                    is_following = False
+                elif is_following:
+                    self._dropped[-1].count += 1
+                else:
+                    self._dropped.append(_DroppedRows(group.cursor))
+                    is_following = True
+                held = [group]
+                del group  # a large row is not held while the next is read
+                yield held.pop()
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Rows are the same from whichever position reading begins."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -204,3 +205,41 @@ def test_a_bad_row_is_yielded_before_the_sample_that_is_open_around_it(tokenizer
     assert isinstance(first, BadRow)
     assert (first.next_cursor, first.next_skip) == (0, 1 << 32)
     assert isinstance(second, Sample)
+
+
+def test_each_function_of_a_chain_has_random_numbers_of_its_own(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text(
+        'def draw(sample, rng):\n    return {"txt": f"{sample[\'txt\']} {rng.random()}"}'
+    )
+    step = FunctionSettings(function=f"{path}:draw")
+    (row,) = read_rows(['{"t": "the"}'], [step, step], columns={"txt": "t"})
+    assert isinstance(row, Sample)
+    _, first, second = row.fields["txt"].split()
+    assert first != second
+
+
+def test_a_time_limit_within_a_function_costs_its_sample_alone(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text("""
+import signal
+
+def end(*_):
+    raise TimeoutError("too slow")
+
+def clean(sample):
+    signal.signal(signal.SIGUSR1, end)
+    if sample["txt"] == "slow":
+        signal.raise_signal(signal.SIGUSR1)
+    return sample
+""")
+    step = FunctionSettings(function=f"{path}:clean")
+    lines = [json.dumps({"t": text}) for text in ("fast", "slow", "fast")]
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for _ in range(2):  # the handler stays, and the next partition finds it
+            _, bad, _ = read_rows(lines, [step], columns={"txt": "t"})
+            assert isinstance(bad, BadRow)
+            assert bad.reason == "clean raised TimeoutError: too slow"
+    finally:
+        signal.signal(signal.SIGUSR1, before)

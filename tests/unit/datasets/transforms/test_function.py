@@ -265,6 +265,20 @@ def test_a_function_keeps_drops_or_multiplies_a_sample():
     ]
 
 
+def test_a_generator_may_yield_one_dict_again_and_again():
+    def split(sample):
+        sample["json"] = words = []
+        for word in sample["txt"].split():
+            words.append(word)
+            sample["txt"] = word
+            yield sample
+
+    assert [row.fields for row in transform(split)] == [
+        {"txt": b"the", "json": b'["the"]'},
+        {"txt": b"fox", "json": b'["the","fox"]'},
+    ]
+
+
 @given(
     parts=st.lists(
         st.tuples(
