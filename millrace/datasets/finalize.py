@@ -26,6 +26,7 @@ from millrace.schemas.dataset import (
     ManifestShard,
     PartitionEnd,
     ShardCommit,
+    count_source_rows,
 )
 from millrace.storage import Store, list_objects, put
 
@@ -62,7 +63,12 @@ def finalize_dataset(
         CorruptError: The digests of blocks in a commit do not fit the shard.
     """
     ledger = _read_ledger(store, keys, plan)
-    limit.check(good=sum(ledger.samples.values()), bad=ledger.quarantined, dropped=ledger.dropped)
+    limit.check(
+        samples=sum(ledger.samples.values()),
+        rows=ledger.rows,
+        bad_rows=ledger.bad_rows,
+        dropped=ledger.dropped,
+    )
     _check_still_committed(store, keys, plan)
     if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
@@ -97,6 +103,8 @@ class _LedgerTotals:
         size: Bytes of these shards.
         quarantined: Number of quarantined rows.
         dropped: Number of rows that transforms dropped.
+        rows: Number of rows of the source.
+        bad_rows: Number of quarantined rows of the source.
     """
 
     plan_digest: str
@@ -106,6 +114,8 @@ class _LedgerTotals:
     size: int = 0
     quarantined: int = 0
     dropped: int = 0
+    rows: int = 0
+    bad_rows: float = 0.0
 
     def add(self, commits: list[ShardCommit], end: PartitionEnd, split: str) -> None:
         """Add the commits of a partition.
@@ -140,6 +150,9 @@ class _LedgerTotals:
         self.size += sum(commit.size for commit in commits)
         self.quarantined += sum(commit.quarantined for commit in commits)
         self.dropped += end.dropped
+        rows, bad_rows = count_source_rows(end)
+        self.rows += rows
+        self.bad_rows += bad_rows
 
     def make_manifest(self, keys: DatasetKeys, plan: DatasetPlan) -> Manifest:
         """Return the manifest of the dataset."""

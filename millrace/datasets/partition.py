@@ -46,6 +46,7 @@ from millrace.schemas.dataset import (
     PartitionEnd,
     ShardCommit,
     ShardLayout,
+    count_source_rows,
     encode_sample_offsets,
 )
 from millrace.storage import Store, create, exists, list_objects, stream
@@ -121,7 +122,7 @@ def shard_partition(
             continue
         return _commit_end(
             store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position,
-            source.take_dropped(), progress,
+            source, progress,
         )  # fmt: skip
 
 
@@ -165,7 +166,6 @@ class _PartitionWriter:
         finally:
             if isinstance(rows, Generator):
                 rows.close()  # ends downloads, also if an error holds this frame
-        self._count_dropped()
         self._uploader.finish(self._pending)
 
     def _add_batch(self, batch: RowBatch) -> None:
@@ -208,7 +208,8 @@ class _PartitionWriter:
                     self._start_next_commit()
                     self._pending.shards.add(row, self._layout.shard_bytes)
             except BadSampleError as error:
-                row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip)
+                share = self._source.get_share()
+                row = BadRow(row.key, str(error), b"", row.next_cursor, row.next_skip, share)
         if isinstance(row, BadRow):
             self._pending.quarantine(row)
         self._move_on((row.next_cursor, row.next_skip))
@@ -217,6 +218,10 @@ class _PartitionWriter:
         """Set the position after the rows of the next commit; upload the commit if it is full."""
         pending = self._pending
         pending.next_position = position
+        if self._source.has_transforms:
+            counts = self._source.take_rows(position[0])
+            pending.rows = (pending.rows or 0) + counts.rows
+            pending.dropped += counts.dropped
         if not pending.is_halfway and 2 * pending.shards.size >= self._layout.shard_bytes:
             pending.is_halfway = True
             self._uploader.progress(
@@ -231,11 +236,7 @@ class _PartitionWriter:
             self._start_next_commit()
 
     def _start_next_commit(self) -> None:
-        self._count_dropped()
         self._pending = self._uploader.upload(self._pending)
-
-    def _count_dropped(self) -> None:
-        self._pending.dropped = self._source.take_dropped(self._pending.next_position[0])
 
 
 def _get_name(row: Row | RowBatch) -> str:
@@ -296,7 +297,9 @@ class _PendingCommit:
         bad_rows: Quarantined rows, each as one line of JSON.
         bad_bytes: Bytes of the quarantined rows.
         is_halfway: Whether a shard has reached half of its largest size.
-        dropped: Number of rows before the last one that transforms dropped.
+        rows: Number of rows of the source; None without transforms.
+        dropped: Number of these rows that transforms dropped.
+        bad_share: Sum of the quarantined rows' shares in their rows of the source.
     """
 
     name: CommitName
@@ -306,7 +309,9 @@ class _PendingCommit:
     bad_rows: list[bytes] = field(default_factory=list[bytes])
     bad_bytes: int = 0
     is_halfway: bool = False
+    rows: int | None = None
     dropped: int = 0
+    bad_share: float = 0.0
 
     def quarantine(self, row: BadRow) -> None:
         """Add a row that makes no sample."""
@@ -319,6 +324,7 @@ class _PendingCommit:
         )
         self.bad_rows.append(line)
         self.bad_bytes += len(line)
+        self.bad_share += row.share
 
 
 class _ShardUploader:
@@ -444,6 +450,8 @@ class _ShardUploader:
             quarantine_key=quarantine,
             quarantined=len(pending.bad_rows),
             dropped=pending.dropped,
+            rows=pending.rows,
+            bad_rows=None if pending.rows is None else pending.bad_share,
             plan_digest=self._plan_digest,
         )
 
@@ -588,7 +596,7 @@ def _commit_end(
     plan_digest: str,
     commits: int,
     position: tuple[int, int],
-    dropped: int,
+    source: TransformedSource,
     progress: Progress,
 ) -> PartitionEnd:
     """Compare the ledger with the rows that were read, and commit the partition's end.
@@ -600,9 +608,10 @@ def _commit_end(
         plan_digest: Digest of the dataset's plan.
         commits: Number of commits.
         position: Cursor and `skip` after the last commit.
-        dropped: Number of rows after the last commit that transforms dropped.
+        source: Source whose rows were read to their end.
         progress: Called at each boundary.
     """
+    rest = source.take_rows()
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
@@ -611,13 +620,16 @@ def _commit_end(
             f"{partition} was read to {position[0]} in {commits} commits, and its ledger has "
             f"{len(entries)}: it is not complete. Run it again; the run continues from the ledger."
         )
+    counts = [count_source_rows(entry) for entry in entries]
     end = PartitionEnd(
         partition=partition,
         commits=len(entries),
         samples=sum(entry.samples for entry in entries),
         size=sum(entry.size for entry in entries),
         quarantined=sum(entry.quarantined for entry in entries),
-        dropped=sum(entry.dropped for entry in entries) + dropped,
+        dropped=sum(entry.dropped for entry in entries) + rest.dropped,
+        rows=sum(rows for rows, _ in counts) + rest.rows if source.has_transforms else None,
+        bad_rows=sum(bad for _, bad in counts) if source.has_transforms else None,
         plan_digest=plan_digest,
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from millrace.errors import WorkerError
 from millrace.progress import Event
-from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit
+from millrace.schemas.dataset import Partition, PartitionEnd, ShardCommit, count_source_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,8 @@ class ShardCommitted(PartitionEvent):
         samples: Number of samples in each shard.
         size: Bytes of the shards.
         quarantined: Number of quarantined rows.
-        dropped: Number of rows that transforms dropped.
+        rows: Number of rows of the source.
+        bad_rows: Number of quarantined rows of the source.
         fraction: Fraction of the partition that is committed, from 0 to 1.
     """
 
@@ -188,12 +189,14 @@ class ShardCommitted(PartitionEvent):
     samples: int
     size: int
     quarantined: int
-    dropped: int
+    rows: int
+    bad_rows: float
     fraction: float
 
     @classmethod
     def describe(cls, commit: ShardCommit, partition: Partition) -> Self:
         """Return the event of a commit of a partition."""
+        rows, bad_rows = count_source_rows(commit)
         return cls(
             partition=commit.partition,
             number=commit.number,
@@ -201,7 +204,8 @@ class ShardCommitted(PartitionEvent):
             samples=commit.samples,
             size=commit.size,
             quarantined=commit.quarantined,
-            dropped=commit.dropped,
+            rows=rows,
+            bad_rows=bad_rows,
             fraction=partition.source_range.compute_fraction_before(commit.next_cursor),
         )
 

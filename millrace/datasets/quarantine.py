@@ -1,6 +1,7 @@
 """Stop a run if too many rows of its source make no sample."""
 
 import heapq
+import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -14,10 +15,11 @@ from millrace.datasets.settings import ExecutionSettings
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import DatasetPlan
+from millrace.schemas.dataset import DatasetPlan, count_source_rows
 from millrace.storage import Store, list_objects, read_range
 
 _ALWAYS_ALLOWED = 10  # bad rows, so that one bad row of a small source does not stop a run
+_ROUNDING = 1e-6  # rows, for sums of shares of rows
 _MARGIN = 2.0  # factor on the expected number of remaining rows, for an early stop
 _MAX_REASONS = 3  # reasons in the error
 _MAX_READ_BYTES = 1 << 20  # bytes of a quarantine object that are read for the reasons
@@ -47,7 +49,7 @@ class QuarantineLimit:
         self._fractions: dict[str, float] = {}
         self._source_bytes = sum(self._partition_sizes.values())
         self._read_bytes = 0.0  # bytes of the source
-        self._good_rows = self._bad_rows = 0
+        self._rows, self._bad_rows = 0, 0.0  # of the source
 
     def resume(self, plan: DatasetPlan) -> None:
         """Count the rows that earlier runs have committed. One GET for each commit.
@@ -59,7 +61,7 @@ class QuarantineLimit:
         source_ranges = {p.name: p.source_range for p in plan.partitions}
         for entry in iterate_commits(self._store, self._keys):
             check_plan_digest([entry], self._plan_digest)
-            self._count_rows(entry.samples + entry.dropped, entry.quarantined)
+            self._count_rows(*count_source_rows(entry))
             self._advance(
                 entry.partition,
                 source_ranges[entry.partition].compute_fraction_before(entry.next_cursor),
@@ -72,34 +74,33 @@ class QuarantineLimit:
         def forward_event(event: Event) -> None:
             progress(event)
             if isinstance(event, ShardCommitted):
-                self._count_rows(event.samples + event.dropped, event.quarantined)
+                self._count_rows(event.rows, event.bad_rows)
                 self._advance(event.partition, event.fraction)
                 self._check_early()
 
         return forward_event
 
-    def check(self, *, good: int, bad: int, dropped: int = 0) -> None:
+    def check(self, *, samples: int, rows: int, bad_rows: float, dropped: int = 0) -> None:
         """Check the rows of the whole ledger, before the dataset is finalized.
 
         Args:
-            good: Number of samples.
-            bad: Number of quarantined rows.
+            samples: Number of samples.
+            rows: Number of rows of the source.
+            bad_rows: Number of quarantined rows of the source.
             dropped: Number of rows that transforms dropped.
 
         Raises:
             QuarantineError: More rows were quarantined than allowed, or there are no samples.
         """
-        self._good_rows, self._bad_rows = good + dropped, bad
-        if not good and not self._settings.allow_empty:
+        self._rows, self._bad_rows = rows, bad_rows
+        if not samples and not self._settings.allow_empty:
             raise self._make_empty_error(dropped)
-        if self._bad_rows > self._compute_limit(self._good_rows + self._bad_rows):
-            raise self._make_exceeded_error(
-                f"{self._bad_rows} of {self._good_rows + self._bad_rows} rows"
-            )
+        if self._exceeds_limit(rows):
+            raise self._make_exceeded_error(f"{self._count_bad_rows()} of {rows} rows")
 
-    def _count_rows(self, good: int, bad: int) -> None:
-        self._good_rows += good
-        self._bad_rows += bad
+    def _count_rows(self, rows: int, bad_rows: float) -> None:
+        self._rows += rows
+        self._bad_rows += bad_rows
 
     def _advance(self, partition: str, fraction: float) -> None:
         """Record the fraction of a partition that was read."""
@@ -108,20 +109,26 @@ class QuarantineLimit:
             self._fractions[partition] = fraction
             self._read_bytes += self._partition_sizes[partition] * (fraction - before)
 
-    def _compute_limit(self, rows: float) -> float:
+    def _count_bad_rows(self) -> int:
+        """Return how many rows of the source have made no sample, or fewer than they should."""
+        return max(1, math.ceil(self._bad_rows - _ROUNDING))
+
+    def _exceeds_limit(self, rows: float) -> bool:
+        """Decide whether there are too many bad rows for a number of rows."""
         share = self._settings.max_quarantined
-        return max(_ALWAYS_ALLOWED if share else 0, share * rows)
+        limit = max(_ALWAYS_ALLOWED, share * rows) + _ROUNDING if share else 0
+        return self._bad_rows > limit
 
     def _check_early(self) -> None:
         rest = max(0.0, self._source_bytes - self._read_bytes)
-        rows = self._good_rows + self._bad_rows
+        rows = self._rows
         if not rows or not self._read_bytes:
             return
         expected = rows + rest * (rows / self._read_bytes) * _MARGIN
-        if self._bad_rows > self._compute_limit(expected):
+        if self._exceeds_limit(expected):
             total = round(rows + rest * rows / self._read_bytes)
             so_far = f" read so far, of about {total} expected," if rest else ""
-            raise self._make_exceeded_error(f"{self._bad_rows} of {rows} rows{so_far}")
+            raise self._make_exceeded_error(f"{self._count_bad_rows()} of {rows} rows{so_far}")
 
     def _make_exceeded_error(self, rows: str) -> errors.QuarantineError:
         limit = f"{self._settings.max_quarantined:.4%}".rstrip("%").rstrip("0").rstrip(".")
@@ -134,9 +141,8 @@ class QuarantineLimit:
     def _make_empty_error(self, dropped: int) -> errors.QuarantineError:
         faulty = "source"
         if self._bad_rows:
-            total = self._bad_rows + dropped
             others = f", and the transforms dropped {dropped}" if dropped else ""
-            rows = f"{self._bad_rows} of {total} rows made none{others}"
+            rows = f"{self._count_bad_rows()} of {self._rows} rows made none{others}"
         elif dropped:
             faulty = "transforms"
             rows = f"the transforms dropped all {format_count(dropped, 'row')}"

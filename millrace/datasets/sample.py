@@ -68,6 +68,7 @@ class BadRow(NamedTuple):
         data: Bytes of the row, or the first of them.
         next_cursor: Cursor after the row.
         next_skip: Part of the row at `next_cursor` that was yielded before, as transforms count it.
+        share: Share in its row of the source, of which transforms may make several.
     """
 
     where: str
@@ -75,6 +76,7 @@ class BadRow(NamedTuple):
     data: bytes
     next_cursor: int
     next_skip: int = 0
+    share: float = 1.0
 
 
 Row = Sample | BadRow

@@ -136,8 +136,8 @@ class ExecutionSettings(BaseModel):
         default=0.01,
         ge=0.0,
         le=1.0,
-        description="Largest share of rows that cannot be made into samples, from 0 to 1. A run "
-        "with a larger share fails with the first reasons. Ten rows are always "
+        description="Largest share of the source's rows that cannot be made into samples, from 0 "
+        "to 1. A run with a larger share fails with the first reasons. Ten rows are always "
         "allowed, unless the share is 0.",
     )
     allow_empty: bool = Field(

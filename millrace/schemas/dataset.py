@@ -549,6 +549,9 @@ class ShardCommit(Record):
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
         dropped: Number of rows between these cursors that became no sample by the transforms.
+        rows: Number of rows of the source between these cursors; None without transforms.
+        bad_rows: Number of quarantined rows of the source; None without transforms. A row that
+            became several samples counts by the share of these that is quarantined.
         plan_digest: Digest of the plan.
     """
 
@@ -566,6 +569,8 @@ class ShardCommit(Record):
     quarantine_key: ObjectKey | None = None
     quarantined: int = 0
     dropped: int = 0
+    rows: int | None = None
+    bad_rows: float | None = None
     plan_digest: OwnDigest
 
     @property
@@ -594,6 +599,8 @@ class PartitionEnd(Record):
         size: Bytes of all shards.
         quarantined: Number of quarantined rows.
         dropped: Number of rows that became no sample by the transforms, also after the last commit.
+        rows: Number of rows of the source; None without transforms.
+        bad_rows: Number of quarantined rows of the source, as in the commits.
         plan_digest: Digest of the plan.
     """
 
@@ -606,7 +613,18 @@ class PartitionEnd(Record):
     size: int
     quarantined: int
     dropped: int = 0
+    rows: int | None = None
+    bad_rows: float | None = None
     plan_digest: OwnDigest
+
+
+def count_source_rows(entry: ShardCommit | PartitionEnd) -> tuple[int, float]:
+    """Return the number of rows of the source, and of those that are quarantined.
+
+    Without transforms, each row is a sample or is quarantined.
+    """
+    rows = entry.samples + entry.quarantined + entry.dropped if entry.rows is None else entry.rows
+    return rows, entry.quarantined if entry.bad_rows is None else entry.bad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=PART_CONFIG)

@@ -26,7 +26,7 @@ def train_tokenizer(vocabulary: int = 400) -> bytes:
     return train_byte_level(texts, vocabulary).encode()
 
 
-def open_rows(lines, transforms, *, columns=None, partition_bytes=1 << 20, seed=0):
+def open_rows(lines, transforms, *, columns=None, partition_bytes=1 << 20, seed=0, json_check=None):
     """Write lines as a file of JSON lines, and open them through transforms.
 
     Returns:
@@ -45,7 +45,7 @@ def open_rows(lines, transforms, *, columns=None, partition_bytes=1 << 20, seed=
     source = open_source(partitioned.record, open_files(store.spec), dataset)
     chain = open_transforms(record, dataset)
     ranges = [partition.source_range for partition in partitioned.partitions]
-    return TransformedSource(source, chain), ranges
+    return TransformedSource(source, chain, json_check), ranges
 
 
 def read_rows(lines, transforms, **options):

@@ -2,14 +2,14 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import orjson
 
 from millrace.datasets.formats.base import is_json, read_field
 from millrace.datasets.sample import BadRow, LargeFile, Row, RowBatch
 from millrace.datasets.sources.jsonl import LARGE_LINE, exceeds_memory, explain_refusal
-from millrace.datasets.transforms.base import make_bad_row
+from millrace.datasets.transforms.base import RowGroup, make_bad_row
 
 _MAX_PARSED = 32 << 20  # bytes of a large file that is parsed although no format needs all of it
 
@@ -32,6 +32,14 @@ class JsonCheck:
         for row in rows:
             held = [self._check_row(row)]
             del row  # a large row is not held while the next is read
+            yield held.pop()
+
+    def check_groups(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
+        """Yield row groups, with a bad row for each sample with a field that is no JSON."""
+        for group in groups:
+            group.rows[:] = map(self._check_row, group.rows)
+            held = [group]
+            del group  # a large row is not held while the next is read
             yield held.pop()
 
     def check_batches(self, batches: Iterator[RowBatch | Row]) -> Iterator[RowBatch | Row]:

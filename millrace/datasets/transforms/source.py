@@ -4,8 +4,9 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from millrace.datasets.sample import Row, RowBatch, batch_rows, iterate_rows
+from millrace.datasets.sample import BadRow, Row, RowBatch, batch_rows, iterate_rows
 from millrace.datasets.sources.base import BatchSource, Source
 from millrace.datasets.transforms.base import (
     Packing,
@@ -14,7 +15,7 @@ from millrace.datasets.transforms.base import (
     apply_transform,
     make_changed_error,
 )
-from millrace.datasets.transforms.function import watch_functions
+from millrace.datasets.transforms.function import FunctionTransform, watch_functions
 from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.schemas.dataset import SourceRange
 
@@ -32,6 +33,18 @@ class TransformChain:
     packing: Packing | None = None
 
 
+class RowCounts(NamedTuple):
+    """Numbers of rows of a source.
+
+    Attributes:
+        rows: Number of rows.
+        dropped: Number of those that became no row.
+    """
+
+    rows: int
+    dropped: int
+
+
 class TransformedSource:
     """Source whose samples are changed by transforms.
 
@@ -43,13 +56,19 @@ class TransformedSource:
         source: The source.
         chain: Transforms of the samples. Without any, the rows of the source are not touched.
         json_check: Check of the fields that are JSON; None if Millrace has made all of them.
+
+    Attributes:
+        has_transforms: Whether there are transforms.
+        calls_functions: Whether a transform calls a function of the user.
     """
 
     def __init__(
         self, source: Source, chain: TransformChain, json_check: JsonCheck | None = None
     ) -> None:
         self._source, self._chain, self._json_check = source, chain, json_check
-        self._dropped: deque[_DroppedRows] = deque()
+        self._read: deque[_ReadRows] = deque()
+        self.has_transforms = bool(chain.transforms)
+        self.calls_functions = any(isinstance(one, FunctionTransform) for one in chain.transforms)
 
     def iterate_rows(self, source_range: SourceRange, cursor: int, skip: int = 0) -> Iterator[Row]:
         """Yield the rows of a source range from a position on.
@@ -65,20 +84,21 @@ class TransformedSource:
             ChangedError: A file has changed since the plan was made, or a transform makes less of
                 a row than before.
         """
-        if self._json_check is None:
+        if self._chain.transforms:
             return self._transform_rows(source_range, cursor, skip)
-        if isinstance(self._source, BatchSource) and not self._chain.transforms:
+        if self._json_check is None:
+            return self._source.iterate_rows(source_range, cursor)
+        if isinstance(self._source, BatchSource):
             return iterate_rows(self.iterate_batches(source_range, cursor))
-        return self._json_check.check_rows(self._transform_rows(source_range, cursor, skip))
+        return self._json_check.check_rows(self._source.iterate_rows(source_range, cursor))
 
     def _transform_rows(self, source_range: SourceRange, cursor: int, skip: int) -> Iterator[Row]:
-        rows = self._source.iterate_rows(source_range, cursor)
-        if not self._chain.transforms:
-            return rows
-        groups = _group_rows(rows, cursor)
+        groups = _group_rows(self._source.iterate_rows(source_range, cursor), cursor)
         for transform in self._chain.transforms:
             groups = apply_transform(transform, groups)
-        groups = self._count_dropped(groups)
+        if self._json_check is not None:
+            groups = self._json_check.check_groups(groups)
+        groups = self._count_rows(groups)
         if self._chain.packing is not None:
             # Numpy is imported only for what needs it.
             from millrace.datasets.transforms.packing import pack_groups  # noqa: PLC0415
@@ -95,48 +115,61 @@ class TransformedSource:
             return batches if self._json_check is None else self._json_check.check_batches(batches)
         return batch_rows(self.iterate_rows(source_range, cursor, skip))
 
-    def take_dropped(self, end: float = math.inf) -> int:
-        """Return the number of dropped rows before a position. Later calls do not count them.
+    def take_rows(self, end: float = math.inf) -> RowCounts:
+        """Return the numbers of rows before a position. Later calls do not count them again.
 
-        Rows that became no row are dropped. The number depends on the position alone, and not on
-        how far the iteration is: in which commit a row is counted is the same in every run.
+        A row that has become several samples is before a position if all of these are. The numbers
+        depend on the position alone, and not on how far the iteration is: in which commit a row is
+        counted is the same in every run. Without transforms, nothing is counted.
 
         Args:
             end: Cursor of the position, which is that of a row that was yielded.
         """
-        count = 0
-        while self._dropped and self._dropped[0].cursor < end:
-            count += self._dropped.popleft().count
-        return count
+        rows = dropped = 0
+        while self._read and self._read[0].cursor < end:
+            taken = self._read.popleft()
+            rows += taken.count
+            dropped += 0 if taken.parts else taken.count
+        return RowCounts(rows, dropped)
 
-    def _count_dropped(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
-        self._dropped.clear()
-        is_following = False
+    def get_share(self) -> float:
+        """Return the share of one sample in the first row that was not taken and not dropped."""
+        return next((1 / one.parts for one in self._read if one.parts), 1.0)
+
+    def _count_rows(self, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
+        """Count the rows of the source, and give bad rows their share of the row."""
+        self._read.clear()
         with watch_functions():
             for group in groups:
-                if group.rows:
-                    is_following = False
-                elif is_following:
-                    self._dropped[-1].count += 1
+                parts = len(group.rows)
+                if parts or not self._read or self._read[-1].parts:
+                    self._read.append(_ReadRows(group.cursor, parts))
                 else:
-                    self._dropped.append(_DroppedRows(group.cursor))
-                    is_following = True
+                    self._read[-1].count += 1
+                if parts > 1:
+                    group.rows[:] = [_set_share(row, 1 / parts) for row in group.rows]
                 held = [group]
                 del group  # a large row is not held while the next is read
                 yield held.pop()
 
 
 @dataclass(slots=True)
-class _DroppedRows:
-    """Consecutive rows of a source that became no row.
+class _ReadRows:
+    """A row of a source, or consecutive rows that became no row.
 
     Attributes:
         cursor: Cursor of the first one.
-        count: Number of rows.
+        parts: Number of rows that it has become; 0 for consecutive rows that became none.
+        count: Number of rows of the source.
     """
 
     cursor: int
+    parts: int
     count: int = 1
+
+
+def _set_share(row: Row, share: float) -> Row:
+    return row._replace(share=share) if isinstance(row, BadRow) else row
 
 
 def _group_rows(rows: Iterator[Row], cursor: int) -> Iterator[RowGroup]:

@@ -213,7 +213,7 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     found = QuarantineLimit(store, keys, plan, limit)
     tracemalloc.start()
     with pytest.raises(errors.QuarantineError, match=r'reasons: a, "b": no "text" \(all'):
-        found.check(good=1, bad=8)
+        found.check(samples=1, rows=9, bad_rows=8)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 32 << 20

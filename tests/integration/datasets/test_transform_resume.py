@@ -16,6 +16,7 @@ from millrace.datasets.transforms import (
     FunctionSettings,
     TokenizeSettings,
 )
+from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.testing.byte_level import END
 from tests.support.examples import scale_examples
 from tests.support.transforms import open_rows, read_rows, train_tokenizer
@@ -114,7 +115,7 @@ def test_reading_from_the_position_of_any_row_gives_exactly_the_rest(
 
 @settings(max_examples=scale_examples(40))
 @given(lines=LINES, names=st.sampled_from(CHAINS), pack=st.integers(2, 40))
-def test_each_dropped_row_is_counted_once_from_whichever_position_reading_begins(
+def test_each_row_is_counted_once_from_whichever_position_reading_begins(
     code, tokenizer, lines, names, pack
 ):
     chain = make_chain(names, code, tokenizer, pack)
@@ -122,24 +123,25 @@ def test_each_dropped_row_is_counted_once_from_whichever_position_reading_begins
         [*lines, "{}"], chain, columns={"txt": "t"}, partition_bytes=1 << 20
     )
     plain = make_chain([name for name in names if name != "pack"], code, tokenizer, pack)
-    expected = sum(
+    dropped = sum(
         bool(read_rows([line], [], columns={"txt": "t"}))
         and not read_rows([line], plain, columns={"txt": "t"})
         for line in lines
     )
     rows = list(source.iterate_rows(whole, 0))
-    assert source.take_dropped() == expected
-    assert source.take_dropped() == 0
-    counted = 0
+    expected = (len(read_rows([*lines, "{}"], [], columns={"txt": "t"})), dropped)
+    assert source.take_rows() == expected
+    assert source.take_rows() == (0, 0)
+    counted = (0, 0)
     for row in rows:
         assert list(source.iterate_rows(whole, 0)) == rows
-        before = source.take_dropped(row.next_cursor)
-        after = source.take_dropped()
-        assert before + after == expected
+        before = source.take_rows(row.next_cursor)
+        after = source.take_rows()
+        assert (before.rows + after.rows, before.dropped + after.dropped) == expected
         assert before >= counted
         counted = before
         list(source.iterate_rows(whole, row.next_cursor, row.next_skip))
-        assert source.take_dropped() == after
+        assert source.take_rows() == after
 
 
 @settings(max_examples=30)
@@ -205,6 +207,29 @@ def test_a_bad_row_is_yielded_before_the_sample_that_is_open_around_it(tokenizer
     assert isinstance(first, BadRow)
     assert (first.next_cursor, first.next_skip) == (0, 1 << 32)
     assert isinstance(second, Sample)
+
+
+@pytest.mark.parametrize("names", [("split",), ("split", "pack")])
+def test_a_bad_part_of_a_row_has_its_share_of_the_row(code, tokenizer, names):
+    lines = ['{"t": "the bad fox bad"}', '{"t": "raise"}', "{}", '{"t": "mill"}']
+    rows = read_rows(lines, make_chain(names, code, tokenizer, 3), columns={"txt": "t"})
+    assert [row.share for row in rows if isinstance(row, BadRow)] == [0.25, 0.25, 1.0, 1.0]
+
+
+def test_a_part_of_a_row_that_is_no_json_has_a_position_of_its_own(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text('def cut(sample):\n    return [{"json": b"{"}, {"json": b"1"}, {"json": b"["}]')
+    source, (whole,) = open_rows(
+        ['{"t": "the"}', '{"t": "fox"}'],
+        [FunctionSettings(function=f"{path}:cut")],
+        columns={"txt": "t"},
+        json_check=JsonCheck({}),
+    )
+    rows = list(source.iterate_rows(whole, 0))
+    assert [isinstance(row, BadRow) for row in rows] == [True, False, True] * 2
+    assert [row.share for row in rows if isinstance(row, BadRow)] == [1 / 3] * 4
+    for number, row in enumerate(rows, start=1):
+        assert list(source.iterate_rows(whole, row.next_cursor, row.next_skip)) == rows[number:]
 
 
 def test_each_function_of_a_chain_has_random_numbers_of_its_own(tmp_path):

@@ -15,6 +15,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.dataset_ledger import iterate_partition_ledgers
 from millrace.datasets import partition, plan_garbage, repair_dataset, verify_dataset
 from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import (
@@ -25,6 +26,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.datasets.sources import SourceKind
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import delete, list_objects, open_store, read
 from millrace.testing.byte_level import END
 from tests.stores import make_spec
@@ -445,3 +447,77 @@ def test_a_type_that_the_ids_of_a_tokenizer_do_not_fit_is_refused(words):
     with pytest.raises(errors.ConfigurationError, match=r'Write {tokens: "uint32\[\]"}'):
         shard_words(words, ["tokens"], [*make_split(words), pack], {"tokens": "uint16[]"})
     assert not (words / "store/d").exists()
+
+
+MANY = """
+def multiply(sample):
+    if sample["txt"].startswith("bad"):
+        raise ValueError("a text that raises")
+    return [{"txt": f"{sample['txt']} {number}"} for number in range(20)]
+
+def spoil(sample):
+    if sample["txt"].endswith(" 7"):
+        raise ValueError("a text that raises")
+    return {"id": "none" if sample["txt"].endswith(" 9") else "1"}
+"""
+
+
+def make_many(folder, lines, transforms, **sharding):
+    (folder / "source").mkdir()
+    (folder / "source/a.jsonl").write_text("\n".join(lines))
+    (folder / "many.py").write_text(MANY)
+    (folder / "tokenizer.json").write_bytes(train_tokenizer())
+    return PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"url": f"file://{folder}/source", "columns": {"txt": "text"}},
+            "store": {"url": f"file://{folder}/store"},
+            "sharding": {"transforms": transforms, **sharding},
+            "execution": {"workers": 0, "max_quarantined": 0.1},
+        }
+    )
+
+
+def read_ledger(settings):
+    """Return rows and bad rows of the commits, and those of the end of the only partition."""
+    store = open_store(settings.store)
+    (ledger,) = iterate_partition_ledgers(store, DatasetKeys(settings.dataset))
+    *commits, end = [(one.rows, one.bad_rows) for one in (*ledger.commits, ledger.end)]
+    return commits, end
+
+
+def test_samples_that_a_function_adds_hide_no_bad_rows(tmp_path):
+    lines = [json.dumps({"text": f"bad {n}" if n % 5 == 0 else "good"}) for n in range(100)]
+    step = {"kind": "function", "function": f"{tmp_path}/many.py:multiply"}
+    settings = make_many(tmp_path, lines, [step], shard_samples=130)
+    with pytest.raises(errors.QuarantineError, match=r"made no sample, above the limit of 10%"):
+        shard_dataset(settings)
+    execution = settings.execution.model_copy(update={"max_quarantined": 0.2})
+    assert shard_dataset(settings.model_copy(update={"execution": execution})).samples == 1600
+    commits, end = read_ledger(settings)
+    assert end == (100, 20)
+    assert [sum(numbers) for numbers in zip(*commits, strict=True)] == [100, 20]
+
+
+def test_documents_that_share_a_packed_sample_are_rows_each(tmp_path):
+    lines = ["{}" if n % 50 == 0 else '{"text": "fox"}' for n in range(1000)]
+    (packed,) = make_packed(tmp_path)
+    settings = make_many(tmp_path, lines, [{**packed, "pack": 512}])
+    assert shard_dataset(settings).manifest.quarantined == 20
+    assert read_ledger(settings)[1] == (1000, 20)
+
+
+def test_a_row_of_which_some_samples_are_bad_counts_in_part(tmp_path):
+    steps = [
+        {"kind": "function", "function": f"{tmp_path}/many.py:{name}"}
+        for name in ("multiply", "spoil")
+    ]
+    settings = make_many(
+        tmp_path, ['{"text": "good"}'] * 200, steps, formats=["parquet"], types={"id": "int"},
+        shard_samples=70,
+    )  # fmt: skip
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.quarantined) == (200 * 18, 200 * 2)
+    rows, bad_rows = read_ledger(settings)[1]
+    assert rows == 200
+    assert bad_rows == pytest.approx(20)

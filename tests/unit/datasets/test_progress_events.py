@@ -30,7 +30,8 @@ COMMITTED = ShardCommitted(
     samples=0,
     size=0,
     quarantined=7,
-    dropped=2,
+    rows=9,
+    bad_rows=6.5,
     fraction=0.5,
 )
 EVENTS = [

@@ -37,7 +37,8 @@ def commit(size: int, *, fraction: float = 0.0) -> ShardCommitted:
         samples=1,
         size=size,
         quarantined=0,
-        dropped=0,
+        rows=1,
+        bad_rows=0,
         fraction=fraction,
     )
 
