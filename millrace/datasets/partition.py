@@ -36,6 +36,7 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.sample import BadRow, Row, RowBatch
 from millrace.datasets.transforms import TransformedSource
+from millrace.datasets.transforms.base import IMPURE_FUNCTION
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
 from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.progress import Progress
@@ -54,6 +55,13 @@ from millrace.storage import Store, create, exists, list_objects, stream
 logger = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without a row until the first event says so
+_OTHER_PROGRAM_ADVICE = (
+    "Another program writes under this dataset's name: use another name, or remove that object."
+)
+_FUNCTION_ADVICE = (
+    f"Either {IMPURE_FUNCTION}, or another program writes under this dataset's name. Correct the "
+    "function, and shard the source under another dataset name."
+)
 
 
 class _SupersededError(Exception):
@@ -114,7 +122,7 @@ def shard_partition(
         try:
             with _StallWatch(partition.name, progress) as watch, _ShardUploader(
                 store, keys, partition, layout, plan_digest, number, uploads, progress,
-                is_reproducible=is_reproducible,
+                is_reproducible=is_reproducible, calls_functions=source.calls_functions,
             ) as uploader:  # fmt: skip
                 _PartitionWriter(uploader, source, position, watch).write_rows()
         except _SupersededError:
@@ -337,6 +345,7 @@ class _ShardUploader:
         partition: Partition of the shards.
         layout: Layout of the shards.
         is_reproducible: Whether every read of the source gives the same samples.
+        calls_functions: Whether transforms call functions of the user.
         commit_count: Number of commits of the partition, unfinished ones included.
         position: Cursor and `skip` after the last of these commits.
     """
@@ -353,10 +362,11 @@ class _ShardUploader:
         progress: Progress,
         *,
         is_reproducible: bool,
+        calls_functions: bool,
     ) -> None:
         self.progress = progress
         self.partition, self.layout = partition, layout
-        self.is_reproducible = is_reproducible
+        self.is_reproducible, self.calls_functions = is_reproducible, calls_functions
         self._plan_digest = plan_digest
         self._store, self._keys = store, keys
         self.commit_count, self.position = commit_count, (0, 0)
@@ -485,7 +495,7 @@ class _ShardUploader:
                 size=shard.size,
             )
         )
-        _create_same(self._store, key, data, shard.digest)
+        self._create_same(key, data, shard.digest)
         return shard
 
     def _upload_quarantine(self, pending: _PendingCommit) -> str | None:
@@ -495,8 +505,25 @@ class _ShardUploader:
         body = b"\n".join(pending.bad_rows)
         digest = compute_digest(body)
         key = self._keys.make_quarantine_key(pending.name, self._select_suffix(digest))
-        _create_same(self._store, key, body, digest)
+        self._create_same(key, body, digest)
         return key
+
+    def _create_same(self, key: str, data: memoryview | bytes, digest: str) -> None:
+        """Create an object, unless an object with the same bytes is there already.
+
+        Raises:
+            ConflictError: An object with other bytes is there.
+        """
+        try:
+            create(self._store, key, data)
+        except errors.ExistsError:
+            existing, size = compute_stream_digest(stream(self._store, key))
+            if existing != digest:
+                raise errors.ConflictError(
+                    f"{self._store.make_url(key)} is already there with other bytes ({size} of "
+                    f"{existing}, not {len(data)} of {digest}). "
+                    f"{_FUNCTION_ADVICE if self.calls_functions else _OTHER_PROGRAM_ADVICE}"
+                ) from None
 
     def _select_suffix(self, digest: str) -> str:
         """Return the digest that a key contains, by which no other bytes have the key."""
@@ -511,7 +538,7 @@ class _ShardUploader:
         for n, shard in enumerate(commit.shards):
             if not exists(self._store, shard.key):
                 data = pending.shards.close()[n]
-                _create_same(self._store, shard.key, data, shard.digest)
+                self._create_same(shard.key, data, shard.digest)
         if commit.quarantine_key is not None and not exists(self._store, commit.quarantine_key):
             self._upload_quarantine(pending)
 
@@ -536,28 +563,26 @@ class _ShardUploader:
         self._restore_missing(pending, commit)
         key = self._keys.make_commit_key(pending.name)
         if self.is_reproducible:
-            commit_same(self._store, key, commit)
+            _commit_same(self._store, key, commit, calls_functions=self.calls_functions)
         elif commit_once(self._store, key, commit).record != commit:
             raise _SupersededError(key)
         self.progress(ShardCommitted.describe(commit, self.partition))
 
 
-def _create_same(store: Store, key: str, data: memoryview | bytes, digest: str) -> None:
-    """Create an object, unless an object with the same bytes is there already.
+def _commit_same(
+    store: Store, key: str, record: ShardCommit | PartitionEnd, *, calls_functions: bool
+) -> None:
+    """Commit a record, unless the same record is there already.
 
     Raises:
-        ConflictError: An object with other bytes is there.
+        ConflictError: Another record is there.
     """
     try:
-        create(store, key, data)
-    except errors.ExistsError:
-        existing, size = compute_stream_digest(stream(store, key))
-        if existing != digest:
-            raise errors.ConflictError(
-                f"{store.make_url(key)} is already there with other bytes ({size} of "
-                f"{existing}, not {len(data)} of {digest}). Another program writes under this "
-                "dataset's name: use another name, or remove that object."
-            ) from None
+        commit_same(store, key, record)
+    except errors.ConflictError as error:
+        if not calls_functions:
+            raise
+        raise errors.ConflictError(f"{error} {_FUNCTION_ADVICE}") from None
 
 
 def _read_last_commit(store: Store, keys: DatasetKeys, partition: str) -> ShardCommit | None:
@@ -633,6 +658,6 @@ def _commit_end(
         plan_digest=plan_digest,
     )
     progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
-    commit_same(store, keys.make_end_key(partition), end)
+    _commit_same(store, keys.make_end_key(partition), end, calls_functions=source.calls_functions)
     progress(PartitionEnded.describe(end))
     return end

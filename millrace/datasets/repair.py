@@ -21,6 +21,7 @@ from millrace.datasets.transforms import (
     open_transformed_source,
     record_transforms,
 )
+from millrace.datasets.transforms.base import IMPURE_FUNCTION
 from millrace.datasets.verify import ShardFault, read_manifest, verify_dataset
 from millrace.datasets.writers import describe_writers
 from millrace.digest import compute_digest
@@ -209,7 +210,13 @@ def remake_shards(
             progress(ShardRepairStarted(key=one.shard.key, reason=one.reason))
         remade = _remake_shards(source, partitions[entry.partition], plan.layout, entry)
         for one in together:
-            _replace_shard(store, plan, one.shard, remade[one.shard.format])
+            _replace_shard(
+                store,
+                plan,
+                one.shard,
+                remade[one.shard.format],
+                calls_functions=source.calls_functions,
+            )
             progress(ShardRepaired(key=one.shard.key, size=one.shard.size))
 
 
@@ -230,7 +237,12 @@ def _remake_shards(
 
 
 def _replace_shard(
-    store: Store, plan: DatasetPlan, shard: CommittedShard, data: memoryview
+    store: Store,
+    plan: DatasetPlan,
+    shard: CommittedShard,
+    data: memoryview,
+    *,
+    calls_functions: bool,
 ) -> None:
     """Write a shard that has the digest of its commit. An object that is intact by now stays."""
     key = shard.key
@@ -243,9 +255,16 @@ def _replace_shard(
                 f"{store.make_url(key)} has other bytes if it is made again, and was not replaced. "
                 f"{writers} to repair it."
             )
+        reason = "the source has other bytes now"
+        advice = "Restore the source as it was when the dataset was planned."
+        if calls_functions:
+            reason += f", or {IMPURE_FUNCTION}"
+            advice += (
+                " What such a function made cannot be made again: restore the shard from a copy, "
+                "or correct the function, and shard the source under another dataset name."
+            )
         raise errors.ChangedError(
-            f"{store.make_url(key)} cannot be made again: the source has other bytes now. "
-            "Nothing was replaced. Restore the source as it was when the dataset was planned."
+            f"{store.make_url(key)} cannot be made again: {reason}. Nothing was replaced. {advice}"
         )
     try:
         create(store, key, data)

@@ -8,6 +8,11 @@ from millrace.errors import ChangedError
 
 _BATCH_BYTES = 1 << 20  # bytes of the fields of a batch; a larger row is a batch of its own
 _SHOWN = 64 << 10  # bytes of a refused sample that are kept
+IMPURE_FUNCTION = (
+    "a function of the transforms depends on more than its sample, such as the time, the order of "
+    "a set, a counter or random numbers without a seed"
+)
+"""Usual reason for other results of the same samples, for messages."""
 
 
 class RowGroup(NamedTuple):
@@ -106,7 +111,6 @@ def make_changed_error(cursor: int) -> ChangedError:
         cursor: Cursor of the row.
     """
     return ChangedError(
-        f"The transforms make less of the row at {cursor} than they made before the last commit. A "
-        "transform depends on more than its sample, such as the time or a file: correct the "
-        "transform, and shard the source under another dataset name."
+        f"The transforms make less of the row at {cursor} than they made before the last commit: "
+        f"{IMPURE_FUNCTION}. Correct the function, and shard the source under another dataset name."
     )

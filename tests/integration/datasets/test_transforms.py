@@ -521,3 +521,36 @@ def test_a_row_of_which_some_samples_are_bad_counts_in_part(tmp_path):
     rows, bad_rows = read_ledger(settings)[1]
     assert rows == 200
     assert bad_rows == pytest.approx(20)
+
+
+COUNTING = """
+calls = 0
+
+def clean(sample):
+    global calls
+    calls += 1
+    return {"txt": f"{sample['txt']} {calls}"}
+"""
+
+
+def test_a_function_that_makes_other_samples_at_each_call_is_named(tmp_path):
+    lines = [json.dumps({"text": f"{n}"}) for n in range(30)]
+    step = {"kind": "function", "function": f"{tmp_path}/counting.py:clean"}
+    (tmp_path / "counting.py").write_text(COUNTING)
+    settings = make_many(tmp_path, lines, [step], shard_samples=10)
+
+    def stop(event):
+        if isinstance(event, ShardUploaded):
+            raise StoppedByTestError
+
+    with pytest.raises(StoppedByTestError):
+        shard_dataset(settings, progress=stop)
+    with pytest.raises(errors.ConflictError, match="depends on more than its sample") as caught:
+        shard_dataset(settings)
+    assert "under another dataset name" in str(caught.value)
+    assert "remove" not in str(caught.value)
+    other = settings.model_copy(update={"dataset": "d2"})
+    shard = shard_dataset(other).manifest.shards[0].key
+    delete(open_store(settings.store), [shard])
+    with pytest.raises(errors.ChangedError, match="depends on more than its sample"):
+        repair_dataset(other)
