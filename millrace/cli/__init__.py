@@ -50,8 +50,9 @@ def main(*, verbose: bool) -> None:
       millrace plan job.yaml
       millrace run job.yaml
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a key may have characters that it lacks
+    stdout: object = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="replace")  # a key may have characters that it lacks
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s"
     )

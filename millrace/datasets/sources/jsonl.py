@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -167,12 +167,13 @@ class JsonLinesSource:
         if exceeds_memory(line):
             raise _BadLineError("more objects and arrays than memory holds")
         try:
-            row: dict[str, Any] = orjson.loads(line)
+            parsed: Any = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise _BadLineError(explain_refusal(line, error) or _explain_fault(line)) from None
-        if type(row) is not dict:
-            hint = _ARRAY_HINT if type(row) is list else ""
+        if type(parsed) is not dict:
+            hint = _ARRAY_HINT if isinstance(parsed, list) else ""
             raise _BadLineError(f"not a JSON object{hint}")
+        row = cast("dict[str, Any]", parsed)
         if not self._columns:
             return {"json": line}
         for column in self._columns:
