@@ -1,15 +1,17 @@
-"""Read the ledger of a dataset, and find the keys that the dataset's records name.
+"""Read the records of a dataset, and find the keys that these records name.
 
-The ledger is the list of all commits of shards. Sharding and cleanup both use this module.
+The ledger is the list of all commits of shards. Sharding, cleanup and prewarming use this module.
 """
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from millrace import errors
 from millrace.keys.datasets import DatasetKeys
+from millrace.keys.names import MAX_LENGTH
 from millrace.records import fetch, iterate_records, read_records, require_intact
 from millrace.schemas.dataset import (
     DatasetPlan,
@@ -18,7 +20,7 @@ from millrace.schemas.dataset import (
     SampleList,
     ShardCommit,
 )
-from millrace.storage import Store, list_sorted_keys
+from millrace.storage import Backend, Store, list_sorted_keys
 
 
 class PartitionLedger(NamedTuple):
@@ -33,6 +35,62 @@ class PartitionLedger(NamedTuple):
     partition: str
     commits: list[ShardCommit]
     end: PartitionEnd | None
+
+
+def fetch_plan(store: Store, keys: DatasetKeys) -> DatasetPlan:
+    """Return the plan of a dataset.
+
+    Raises:
+        NotFoundError: There is no plan under this name.
+        ConfigurationError: The plan is that of a dataset with another name.
+    """
+    plan = fetch(store, keys.plan, DatasetPlan)
+    _check_name(store, keys, plan.dataset)
+    return plan
+
+
+def fetch_manifest(store: Store, keys: DatasetKeys) -> Manifest:
+    """Return the manifest of a dataset.
+
+    Raises:
+        NotFoundError: There is no manifest under this name.
+        ConfigurationError: The manifest is that of a dataset with another name.
+    """
+    manifest = fetch(store, keys.manifest, Manifest)
+    _check_name(store, keys, manifest.dataset)
+    return manifest
+
+
+def describe_other_name(store: Store, keys: DatasetKeys, recorded: str) -> str:
+    """Describe records of a dataset with another name; return an empty text for the same name.
+
+    Such records name objects by other keys than those that a listing of this name returns.
+
+    Args:
+        store: Store of the dataset.
+        keys: Keys by which the records were found.
+        recorded: Name of the dataset in the records.
+    """
+    if recorded == keys.dataset:
+        return ""
+    here, name = store.make_url(keys.dataset), repr(recorded[:MAX_LENGTH])
+    location = store.location
+    is_folder = location.backend is Backend.FILE
+    root = location.bucket if is_folder else location.prefix
+    path = f"/{root}/{keys.dataset}".replace("//", "/")
+    if not path.endswith(f"/{recorded}"):
+        return (
+            f"{here} is a copy of the dataset {name}, or was renamed, and its records name the "
+            f"objects of {name}. Use the original, or copy the objects to a folder of that name."
+        )
+    above = path.removesuffix(f"/{recorded}")
+    parent = replace(location, **{"bucket": above or "/"} if is_folder else {"prefix": above[1:]})
+    return f"{here} is the dataset {name} of {parent}: open that URL, and name the dataset {name}."
+
+
+def _check_name(store: Store, keys: DatasetKeys, recorded: str) -> None:
+    if sentence := describe_other_name(store, keys, recorded):
+        raise errors.ConfigurationError(sentence)
 
 
 def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Iterator[ShardCommit]:

@@ -31,10 +31,16 @@ def list_complete_datasets(spec: StoreSpec) -> list[str]:
 
 @retried_task
 def verify_shards(spec: StoreSpec, dataset: str, *, with_digests: bool) -> Verification:
-    """Verify every shard of a dataset against its manifest."""
-    found = datasets.verify_dataset(
-        open_store(spec, make_folder=False), dataset, digests=with_digests
-    )
+    """Verify every shard of a dataset against its manifest.
+
+    A manifest of a dataset with another name is a fault of this dataset, and others are verified.
+    """
+    store, keys = open_store(spec, make_folder=False), DatasetKeys(dataset)
+    try:
+        found = datasets.verify_dataset(store, dataset, digests=with_digests)
+    except errors.ConfigurationError as error:
+        fault = datasets.ShardFault(keys.manifest, str(error))
+        return Verification(0, 0, (), with_digests, other_faults=(fault,))
     get_run_logger().info(
         "%s: %s, %d of them faulty", dataset, format_count(found.shards, "shard"), len(found.faults)
     )

@@ -9,10 +9,11 @@ from millrace.campaigns.committed_training import check_committed_training
 from millrace.campaigns.progress import read_training_progress
 from millrace.campaigns.settings import LocalWorkerOptions
 from millrace.campaigns.worker import check_local_command, check_repository_command
+from millrace.dataset_ledger import fetch_manifest
 from millrace.errors import NotFoundError
 from millrace.gradients import InitialWeights
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import StoreSpec, exists, open_store
+from millrace.storage import StoreSpec, open_store
 
 
 def check_training(training: Training, find_weights: Callable[[], InitialWeights]) -> None:
@@ -42,11 +43,14 @@ def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
 
     Raises:
         NotFoundError: The dataset has no manifest.
+        ConfigurationError: The manifest is that of a dataset with another name.
     """
-    if not exists(open_store(spec, make_folder=False), DatasetKeys(dataset).manifest):
+    try:
+        fetch_manifest(open_store(spec, make_folder=False), DatasetKeys(dataset))
+    except NotFoundError:
         raise NotFoundError(
             f"{dataset} is not complete at {spec.url}: give the campaign its source, or shard it."
-        )
+        ) from None
 
 
 def _check_weights(weights: InitialWeights) -> None:

@@ -622,7 +622,8 @@ def _show_run(report: "ShardReport") -> None:
 def _show_status(found: "DatasetStatus") -> None:
     partitions = format_count(len(found.partitions), "partition")
     state = "complete" if found.is_complete else f"{found.ended_partitions} of {partitions} ended"
-    echo(f"{found.dataset}: {state}, from {found.source}")
+    note = f". {found.other_name}" if found.other_name else ""
+    echo(f"{found.dataset}: {state}, from {found.source}{note}")
     table = make_table("partition", "state", "shards", "samples", "bytes", "quarantined", "held by")
     for one in found.partitions:
         table.add_row(

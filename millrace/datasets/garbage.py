@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from millrace import errors
-from millrace.dataset_ledger import find_referenced_keys
+from millrace.dataset_ledger import fetch_plan, find_referenced_keys
 from millrace.deletion import (
     DeletionResult,
     PlannedObject,
@@ -19,7 +19,6 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_lease_prefix
 from millrace.lease import Census, Heartbeat, HeldLease, Holder, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
-from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan
 from millrace.storage import ObjectFailure, Stat, Store, exists, list_objects
 
@@ -82,6 +81,7 @@ def plan_garbage(
 
     Raises:
         NotFoundError: There is no plan under this name.
+        ConfigurationError: The plan is that of a dataset with another name.
         ConflictError: A run works on the dataset.
     """
     with _hold_dataset(store, dataset) as held:
@@ -116,6 +116,7 @@ def delete_garbage(
 
     Raises:
         NotFoundError: The dataset has no plan by now.
+        ConfigurationError: The plan is that of a dataset with another name.
         ConflictError: A run works on the dataset. The leases are checked before each batch.
     """
     with _hold_dataset(store, plan.dataset) as held:
@@ -182,11 +183,12 @@ def _hold_dataset(store: Store, dataset: str) -> Generator[_HeldDataset]:
 
     Raises:
         NotFoundError: There is no plan under this name.
+        ConfigurationError: The plan is that of a dataset with another name.
         ConflictError: A run works on the dataset.
     """
     keys = DatasetKeys(dataset)
     try:
-        plan = fetch(store, keys.plan, DatasetPlan)
+        plan = fetch_plan(store, keys)
     except errors.NotFoundError:
         raise errors.NotFoundError(
             f"{store.make_url(dataset)} has no plan, so garbage cannot be identified. Correct the "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from millrace import errors
+from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.pipeline import ShardReport
 from millrace.datasets.plan import check_manifest
 from millrace.datasets.progress_events import (
@@ -85,7 +86,7 @@ class LedgerFollower:
             ConflictError: The manifest is of another plan.
         """
         manifest = fetch(self._store, self._keys.manifest, Manifest)
-        plan = fetch(self._store, self._keys.plan, DatasetPlan)
+        plan = fetch_plan(self._store, self._keys)
         check_manifest(self._store, self._keys, plan, manifest)
         new = [shard for shard in manifest.shards if shard.key not in self._old_shards]
         return ShardReport(
@@ -104,7 +105,7 @@ class LedgerFollower:
     def _read_plan(self) -> bool:
         """Read the plan, and report it; return whether it is another than before."""
         try:
-            plan = fetch(self._store, self._keys.plan, DatasetPlan)
+            plan = fetch_plan(self._store, self._keys)
         except errors.NotFoundError:
             return False
         if plan == self._plan:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from millrace import cluster, errors
+from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.card import check_readme, make_card, write_card
 from millrace.datasets.dispatch import shard_all_partitions
 from millrace.datasets.finalize import finalize_dataset
@@ -285,6 +286,7 @@ def shard_dataset(
             changed, as before `repair_dataset`.
 
     Raises:
+        ConfigurationError: The records under this name are those of a dataset with another name.
         ConflictError: The dataset was planned or made with other settings, or a dataset card would
             replace a file of other origin.
         ChangedError: The source has changed since the dataset was planned.
@@ -304,7 +306,7 @@ def shard_dataset(
     except errors.ChangedError:
         if not (accept_changed_source and exists(store, keys.manifest)):
             raise
-        plan = fetch(store, keys.plan, DatasetPlan)
+        plan = fetch_plan(store, keys)
     progress(
         PlanCommitted(
             key=keys.plan,

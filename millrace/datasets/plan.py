@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, cast
 
 from millrace import errors
+from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.formats import open_format
 from millrace.datasets.formats.fields import decide_fields
 from millrace.datasets.plan_digest import compute_plan_digest
@@ -231,9 +232,13 @@ def list_planned_files(store: Store, plan: DatasetPlan) -> list[FileRef]:
 
 
 def find_committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
-    """Return the committed plan; None if there is none."""
+    """Return the committed plan; None if there is none.
+
+    Raises:
+        ConfigurationError: The plan is that of a dataset with another name.
+    """
     try:
-        return fetch(store, keys.plan, DatasetPlan)
+        return fetch_plan(store, keys)
     except errors.NotFoundError:
         return None
 

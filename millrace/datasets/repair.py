@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
-from millrace.dataset_ledger import iterate_commits
+from millrace.dataset_ledger import fetch_plan, iterate_commits
 from millrace.datasets.card import make_card, write_card
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
@@ -84,6 +84,7 @@ def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_ev
 
     Raises:
         NotFoundError: The dataset is not complete.
+        ConfigurationError: The records under this name are those of a dataset with another name.
         ChangedError: The source no longer gives the same bytes, or is a list of URLs.
         ConflictError: The ledger has no commit of a faulty shard, the plan has other transforms
             than the settings, other versions of the plan's writers give other bytes, or only the
@@ -94,7 +95,7 @@ def repair_dataset(settings: PipelineSettings, *, progress: Progress = ignore_ev
     found = verify_dataset(store, settings.dataset, progress=progress)
     if not (found.faults or found.other_faults):
         return Repair(found.shards, (), found.strays)
-    plan = fetch(store, keys.plan, DatasetPlan)
+    plan = fetch_plan(store, keys)
     _check_transforms(plan, settings, store)
     manifest = read_manifest(store, keys)
     manifest_shards = {shard.key: shard for shard in manifest.shards}

@@ -5,6 +5,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from millrace import errors
+from millrace.dataset_ledger import describe_other_name
 from millrace.keys.datasets import DatasetKeys
 from millrace.lease import Census, HeldLease, StoreClock
 from millrace.records import fetch, iterate_records
@@ -57,6 +58,8 @@ class DatasetStatus:
         is_complete: Whether the dataset is complete.
         partitions: Progress of each partition. Damaged records are left out.
         damaged_records: A sentence for each damaged record of the ledger, with the key.
+        other_name: A sentence if the records are those of a dataset with another name, which no
+            other command reads under this name; empty otherwise.
     """
 
     dataset: str
@@ -64,6 +67,7 @@ class DatasetStatus:
     is_complete: bool
     partitions: tuple[PartitionStatus, ...]
     damaged_records: tuple[str, ...] = ()
+    other_name: str = ""
 
     @property
     def ended_partitions(self) -> int:
@@ -114,7 +118,7 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
         else:
             ends.add(end.partition)
     counts = {partition.name: _PartitionCounts() for partition in plan.partitions}
-    url = plan.source.url
+    url, other_name = plan.source.url, describe_other_name(store, keys, plan.dataset)
     del plan  # of many partitions, the counts are enough
     for _, entry in iterate_records(
         store, keys.commits, ShardCommit, wanted=lambda s: keys.parse_commit(s.key) is not None
@@ -136,7 +140,7 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
         for name, own in counts.items()
     ]
     is_complete = exists(store, keys.manifest)
-    return DatasetStatus(dataset, url, is_complete, tuple(partitions), tuple(damaged))
+    return DatasetStatus(dataset, url, is_complete, tuple(partitions), tuple(damaged), other_name)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from itertools import islice
 
 from millrace import errors
 from millrace.block_lists import describe_block_digests, read_shard_blocks
+from millrace.dataset_ledger import fetch_manifest
 from millrace.datasets.card import describe_card_faults
 from millrace.datasets.indexes import describe_index, make_indexes
 from millrace.datasets.progress_events import ShardVerified
@@ -98,6 +99,7 @@ def verify_dataset(
 
     Raises:
         NotFoundError: The dataset is not complete.
+        ConfigurationError: The manifest is that of a dataset with another name.
     """
     keys = DatasetKeys(dataset)
     others: list[ShardFault] = []
@@ -144,9 +146,10 @@ def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
 
     Raises:
         NotFoundError: There is no manifest.
+        ConfigurationError: The manifest is that of a dataset with another name.
     """
     try:
-        return fetch(store, keys.manifest, Manifest)
+        return fetch_manifest(store, keys)
     except errors.NotFoundError:
         raise errors.NotFoundError(
             f"{store.make_url(keys.dataset)} has no manifest: the dataset is not complete, or the "

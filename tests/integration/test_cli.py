@@ -387,6 +387,9 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "1 shard of 1" in run("verify", store, "lines", "--quick")
     assert "lines: complete" in run("status", store)
     assert "lines: complete" in run("status", str(settings))
+    above = run("status", tmp_path.as_uri())
+    assert f"store/lines: complete, from {(tmp_path / 'source').as_uri()}. " in above
+    assert f"is the dataset 'lines' of {store}: open that URL" in above
     assert "Would delete" in run("dataset", "collect-garbage", store, "lines", "--dry-run")
     shard = next((tmp_path / "store" / "lines" / "shards").rglob("*.tar"))
     shard.write_bytes(b"other")

@@ -7,10 +7,12 @@ import os
 import random
 import re
 import secrets
+import shutil
 import tarfile
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from millrace.datasets import (
     verify_dataset,
 )
 from millrace.datasets.formats.parquet import ParquetFormat
+from millrace.datasets.loader import ShardLoader
 from millrace.datasets.plan import commit_plan
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -627,6 +630,52 @@ def test_garbage_is_what_no_record_names(settings):
     assert kept <= left
     assert not left & set(orphans)
     assert verify_dataset(store, "sets/one").is_intact
+
+
+@pytest.mark.parametrize(
+    ("below", "name", "said"),
+    [
+        ("/sets", "one", "is the dataset 'sets/one' of {url}: open that URL"),
+        ("", "renamed", "/renamed is a copy of the dataset 'sets/one', or was renamed"),
+    ],
+)
+def test_a_dataset_under_another_name_than_its_own_is_refused_and_stays_whole(
+    settings, tmp_path, below, name, said
+):
+    shard_dataset(settings)
+    root = open_store(settings.store)
+    planned = plan_garbage(root, "sets/one", min_age=ANY_AGE)
+    shutil.copytree(tmp_path / "store" / "sets" / "one", tmp_path / "store" / "renamed")
+    other = changed(settings, dataset=name, store={"url": f"{root.url}{below}"})
+    store = open_store(other.store)
+    before = objects(root, "")
+    for call in (
+        lambda: plan_garbage(store, name, min_age=ANY_AGE),
+        lambda: delete_garbage(store, replace(planned, dataset=name)),
+        lambda: verify_dataset(store, name),
+        lambda: repair_dataset(other),
+        lambda: shard_dataset(other),
+        lambda: shard_dataset(other, accept_changed_source=True),
+        lambda: ShardLoader(store.url, name),
+    ):
+        with pytest.raises(errors.ConfigurationError) as refused:
+            call()
+        assert said.format(url=root.url) in str(refused.value)
+    (sentence,) = preflight_dataset(other)[1].refusals
+    status = read_status(store, name)
+    assert status.is_complete
+    assert sentence == status.other_name == str(refused.value)
+    assert objects(root, "") == before
+    assert read_status(root, "sets/one").other_name == ""
+    assert verify_dataset(root, "sets/one").is_intact
+
+
+def test_a_plan_without_commits_is_not_replaced_under_another_name(settings):
+    store = open_store(settings.store)
+    commit_plan(store, DatasetKeys("sets/one"), plan_dataset(settings), {})
+    with pytest.raises(errors.ConfigurationError, match="is the dataset 'sets/one' of"):
+        shard_dataset(changed(settings, dataset="one", store={"url": f"{store.url}/sets"}))
+    assert fetch(store, "sets/one/plan.json", DatasetPlan).dataset == "sets/one"
 
 
 def test_what_a_user_keeps_in_the_folders_of_a_dataset_is_no_garbage(settings):

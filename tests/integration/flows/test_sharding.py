@@ -142,6 +142,10 @@ def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
     assert repaired.code == 0, repaired.output
     assert (out / lost).read_bytes() == content
 
+    above = prefect_api.call(verify_datasets, bucket=out.parent.as_uri())
+    assert above.code == 1
+    assert "open that URL" in prefect_api.read_artifacts(above.run)["verified-datasets"]
+
 
 def read_asset_events(server: PrefectServer, key: str) -> list[Event]:
     """Return the events of an asset, once the server has its materialization."""

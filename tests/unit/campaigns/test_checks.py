@@ -8,7 +8,7 @@ import torch
 from millrace.campaigns import check_dataset_complete, check_training, commit_training
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
 from millrace.gradients import InitialWeights, begin_run, select_weights
-from millrace.storage import Store, StoreSpec
+from millrace.storage import Store, StoreSpec, put, read
 from tests.support.campaigns.training import MakeTraining
 from tests.support.campaigns.workers import finalize_dataset
 
@@ -22,6 +22,9 @@ def test_a_dataset_is_complete_with_its_manifest(place: StoreSpec, store: Store)
         check_dataset_complete(place, "text")
     finalize_dataset(store, 1)
     check_dataset_complete(place, "text")
+    put(store, "words/manifest.json", read(store, "text/manifest.json", max_size=1 << 20))
+    with pytest.raises(ConfigurationError, match="words is a copy of the dataset 'text'"):
+        check_dataset_complete(place, "words")
 
 
 def test_the_weights_are_checked_until_the_run_has_begun(

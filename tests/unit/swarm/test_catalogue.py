@@ -10,7 +10,7 @@ from millrace import errors
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest
-from millrace.storage import Store, delete, open_store, put
+from millrace.storage import Store, delete, open_store, put, read
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, preview
 from tests.support.campaigns.workers import finalize_dataset
 
@@ -63,6 +63,12 @@ def test_a_dataset_that_is_not_whole_is_refused(store: Store) -> None:
     delete(store, [DatasetKeys("text").manifest])
     with pytest.raises(errors.NotFoundError, match=r"manifest\.json"):
         preview(settings)
+
+
+def test_a_dataset_that_was_renamed_is_refused(store: Store) -> None:
+    put(store, "words/manifest.json", read(store, "text/manifest.json", max_size=1 << 20))
+    with pytest.raises(errors.ConfigurationError, match="words is a copy of the dataset 'text'"):
+        preview(settings_of(store, FilesRequest(url=store.url, dataset="words")))
 
 
 @pytest.mark.parametrize(
