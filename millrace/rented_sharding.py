@@ -3,9 +3,8 @@
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -32,6 +31,7 @@ from millrace.rentals import (
 )
 from millrace.settings import escape_variables, load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
+from millrace.storage.overlap import locate_prefix
 
 _SETTINGS_FILE = "millrace-run.yaml"
 _CA_FILE = "source-ca.pem"
@@ -341,8 +341,9 @@ def _find_path_below(store: StoreSpec, source: StoreSpec) -> str | None:
     if not is_store_url(source.url):
         return None
     target, origin = open_store(store, make_folder=False), open_store(source, make_folder=False)
-    if origin.url.startswith(f"{target.url}/") and target.endpoint == origin.endpoint:
-        return str(PurePosixPath(unquote(origin.url.removeprefix(f"{target.url}/"))))
+    (bucket, above), (other_bucket, path) = map(locate_prefix, (target, origin))
+    if bucket == other_bucket and path.startswith(above) and path != above:
+        return path.removeprefix(above).rstrip("/")
     return None
 
 

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 from millrace import errors
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
@@ -44,6 +43,7 @@ from millrace.storage import (
     open_store,
 )
 from millrace.storage.folders import UnlistedEntry, UnlistedReason, remove_partial_files
+from millrace.storage.overlap import locate_prefix
 
 _CONCURRENCY = 16  # objects that are copied at once
 _MAX_PENDING = 1000  # objects that wait for a thread
@@ -264,23 +264,12 @@ class _OutcomeCollector:
 
 
 def _refuse_overlap(source: Store, destination: Store) -> None:
-    (bucket, one), (other_bucket, other) = map(_locate, (source, destination))
+    (bucket, one), (other_bucket, other) = map(locate_prefix, (source, destination))
     if bucket == other_bucket and (one.startswith(other) or other.startswith(one)):
         raise errors.ConfigurationError(
             f"{destination.url} and {source.url} overlap: the copies would be copied again. Choose "
             "a prefix or a bucket beside it."
         )
-
-
-def _locate(store: Store) -> tuple[tuple[str, str], str]:
-    """Return the bucket of a store, and its prefix with a slash at the end.
-
-    All folders are in one bucket. Links in their paths are resolved.
-    """
-    if store.location.backend is Backend.FILE:
-        return ("", ""), f"{Path(store.location.bucket).resolve()}".rstrip("/") + "/"
-    prefix = store.location.prefix
-    return store.bucket_id, f"{prefix}/" if prefix else ""
 
 
 def _pair(source: Store, destination: Store, objects: ObjectFilter) -> Iterator[_Pair]:

@@ -40,15 +40,18 @@ from millrace.datasets.sources import (
     SourceFiles,
     StoredDigests,
     complete_spec,
+    is_store_url,
 )
 from millrace.datasets.sources.mirrors import log_fault
 from millrace.datasets.worker import PartitionJob, PartitionJobs
 from millrace.keys.datasets import DatasetKeys
+from millrace.keys.names import RESERVED_FOLDERS
 from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest, Partition, SourceRecord
 from millrace.settings import load_settings
 from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
+from millrace.storage.overlap import locate_prefix
 
 _DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
 
@@ -203,7 +206,7 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     state = ""
     try:
         store = _open_for_preflight(settings)
-        _refuse_overlap(settings, files, store)
+        _refuse_overlap(settings, store)
         if settings.card:
             check_readme(store, keys)
         begun = check_committed(store, keys, plan, partitioned.objects)
@@ -297,7 +300,7 @@ def shard_dataset(
     store = open_store(settings.store)
     keys = DatasetKeys(settings.dataset)
     files = _open_files(settings, keys, store)
-    _refuse_overlap(settings, files, store)
+    _refuse_overlap(settings, store)
     if settings.card:
         check_readme(store, keys)
     try:
@@ -401,13 +404,38 @@ def _find_committed_plan(
     return None
 
 
-def _refuse_overlap(settings: PipelineSettings, files: SourceFiles, store: Store) -> None:
-    locations = settings.source.list_locations() if settings.source.mirrors else []
-    for url in [spec.url for spec in locations] or [files.url]:
-        if f"{store.make_url(settings.dataset)}/".startswith(f"{url}/"):
+def _refuse_overlap(settings: PipelineSettings, store: Store) -> None:
+    """Refuse a source with the dataset in it, or in a folder of the dataset's objects.
+
+    Files of a source among the shards would be taken for leftovers, and deleted.
+
+    Raises:
+        ConfigurationError: A location of the source and the dataset overlap.
+    """
+    bucket, own = locate_prefix(store, settings.dataset)
+    for spec in settings.source.list_locations():
+        if not is_store_url(spec.url):
+            continue
+        try:
+            origin = open_store(spec, make_folder=False)
+        except errors.NotFoundError:  # a mirror may be missing
+            continue
+        other_bucket, path = locate_prefix(origin)
+        if bucket != other_bucket:
+            continue
+        # A source is also read through links to folders.
+        is_linked = f"{store.make_url(settings.dataset)}/".startswith(f"{origin.url}/")
+        if own.startswith(path) or is_linked:
             raise errors.ConfigurationError(
-                f"The dataset would lie inside of its own source, {url}, and change it: name "
-                "another store, or a source folder beside it."
+                f"The dataset would lie inside of its own source, {origin.url}, and change it: "
+                "name another store, or a source folder beside it."
+            )
+        folder = path.removeprefix(own).partition("/")[0]
+        if path.startswith(own) and folder in RESERVED_FOLDERS:
+            raise errors.ConfigurationError(
+                f"The source {origin.url} lies in the folder {folder!r} of the dataset itself, "
+                "whose runs delete leftovers there: give the dataset another name, or move the "
+                "files of the source."
             )
 
 

@@ -1024,6 +1024,39 @@ def test_a_dataset_inside_its_own_source_is_refused(settings):
         shard_dataset(changed(settings, store=inside))
 
 
+def test_a_dataset_in_its_own_source_is_refused_behind_a_link_too(settings, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "source")
+    (tmp_path / "source" / "out").symlink_to(tmp_path)  # the source is read through links
+    for url in ("link", "source/out"):
+        with pytest.raises(errors.ConfigurationError, match="inside of its own source"):
+            shard_dataset(changed(settings, store={"url": (tmp_path / url).as_uri()}))
+    assert not list(tmp_path.rglob("plan.json"))
+
+
+@pytest.mark.parametrize("is_mirror", [False, True])
+def test_a_source_among_the_shards_of_its_own_dataset_is_refused(settings, tmp_path, is_mirror):
+    folder = tmp_path / "store" / "sets" / "one" / "shards" / "old"
+    folder.mkdir(parents=True)
+    shutil.copy(tmp_path / "source" / "a.jsonl", folder)
+    source = {"mirrors": [{"url": folder.as_uri()}]} if is_mirror else {"url": folder.as_uri()}
+    inside = changed(settings, source=source)
+    with pytest.raises(errors.ConfigurationError, match="lies in the folder 'shards' of the data"):
+        shard_dataset(inside)
+    assert any("in the folder 'shards'" in one for one in preflight_dataset(inside)[1].refusals)
+    raw = tmp_path / "store" / "sets" / "one" / "raw"
+    folder.rename(raw)  # a user's folder, of which nothing is deleted
+    assert shard_dataset(changed(settings, source={"url": raw.as_uri()})).samples == 2000
+
+
+def test_a_bucket_of_the_same_name_on_another_server_is_another_one(settings, rgw, bucket, request):
+    spec = make_spec("rgw", request).model_copy(update={"url": f"s3://{bucket}"})
+    put(open_store(spec), "a.jsonl", lines(10).encode())
+    elsewhere = {"endpoint": "http://127.0.0.1:9", "retry_timeout": timedelta(milliseconds=1)}
+    there = changed(settings, source=spec.model_dump(), store={**spec.model_dump(), **elsewhere})
+    (refusal,) = preflight_dataset(there)[1].refusals
+    assert "does not answer" in refusal
+
+
 def test_without_a_store_the_environment_names_one(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("STORAGE_BACKEND", "local")
     monkeypatch.setenv("LOCAL_STORAGE_PATH", str(tmp_path / "named"))
