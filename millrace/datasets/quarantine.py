@@ -162,7 +162,11 @@ class QuarantineLimit:
     def _iterate_quarantined_rows(self) -> Iterator[tuple[str, str]]:
         keys = (stat.key for stat in list_objects(self._store, self._keys.quarantined))
         for key in heapq.nsmallest(_MAX_REASONS, keys):
-            for line in read_range(self._store, key, 0, _MAX_READ_BYTES).split(b"\n"):
+            try:
+                body = read_range(self._store, key, 0, _MAX_READ_BYTES)
+            except errors.NotFoundError:
+                continue  # deleted since the listing
+            for line in body.split(b"\n"):
                 if row := _ROW.match(
                     line
                 ):  # otherwise the line is truncated, or was written by another program

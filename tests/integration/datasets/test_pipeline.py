@@ -224,6 +224,26 @@ def test_the_first_reasons_are_found_among_objects_of_any_size_and_content(setti
     assert most < 32 << 20
 
 
+def test_a_quarantine_object_that_is_deleted_meanwhile_hides_no_error(settings, monkeypatch):
+    store, keys = open_store(settings.store), DatasetKeys("sets/one")
+    for name in ("a", "b"):
+        put(
+            store,
+            f"{keys.quarantined}{name}.jsonl",
+            b'{"where":"row","reason":"%s"' % name.encode(),
+        )
+
+    def list_and_delete(*args, **options):
+        found = list(list_objects(*args, **options))
+        delete(store, [f"{keys.quarantined}a.jsonl"])
+        return iter(found)
+
+    monkeypatch.setattr("millrace.datasets.quarantine.list_objects", list_and_delete)
+    limit = changed(settings, execution={"max_quarantined": 0}).execution
+    with pytest.raises(errors.QuarantineError, match="First reasons: row: b"):
+        QuarantineLimit(store, keys, plan_dataset(settings), limit).check(good=1, bad=8)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_over_its_limit_of_bad_rows_goes_on_once_the_limit_is_raised(
     settings, tmp_path, workers
