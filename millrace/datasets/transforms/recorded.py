@@ -120,8 +120,8 @@ def bundle_files(
         The settings with relative paths and the digests of the files; and the texts by path.
 
     Raises:
-        ConfigurationError: A file is too large, has another digest than the settings name, or is
-            no text.
+        ConfigurationError: A file is too large, has another digest than the settings name, is no
+            text, or imports a module beside it.
         NotFoundError: A file is not there.
     """
     steps: list[TransformSettings] = []
@@ -130,6 +130,7 @@ def bundle_files(
         match step:
             case FunctionSettings(file=str(location)):
                 body = _read_location(location, _MAX_CODE_BYTES, allow_private=False)
+                _refuse_imports(location, body)
                 path = f"transforms/{number}.py"
                 update = {"function": f"./{path}:{step.name}"}
             case TokenizeSettings(tokenizer=location):
@@ -149,6 +150,21 @@ def bundle_files(
             ) from error
         steps.append(step.model_copy(update={**update, "digest": digest}))
     return steps, texts
+
+
+def _refuse_imports(location: str, code: bytes) -> None:
+    """Refuse code that imports modules from its folder, which another machine does not have.
+
+    Raises:
+        ConfigurationError: The code imports such modules.
+    """
+    found = [] if "://" in location else digest_file_imports(code, Path(location).parent)
+    if found:
+        raise errors.ConfigurationError(
+            f"{location} imports {', '.join(sorted(found)[:3])} from its folder, and other "
+            "machines get the file alone: write all code into the file, or install the modules "
+            "there as a package."
+        )
 
 
 def read_tokenizer(
