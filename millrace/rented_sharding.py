@@ -1,7 +1,9 @@
 """Sharding on rented machines: program, settings and storage grants of each machine."""
 
+import logging
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from millrace import errors
-from millrace.datasets import PipelineSettings, ShardReport, preflight_dataset, shard_dataset
+from millrace.datasets import (
+    PipelineSettings,
+    Preflight,
+    ShardReport,
+    preflight_dataset,
+    shard_dataset,
+)
 from millrace.datasets.ledger_follower import LedgerFollower
 from millrace.datasets.sources import is_store_url
 from millrace.datasets.transforms import bundle_files
+from millrace.formatting import format_count
 from millrace.progress import Progress, ignore_event
 from millrace.rentals import (
     CodeRepository,
@@ -33,10 +42,14 @@ from millrace.settings import escape_variables, load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.storage.overlap import locate_prefix
 
+logger = logging.getLogger(__name__)
+
 _SETTINGS_FILE = "millrace-run.yaml"
 _CA_FILE = "source-ca.pem"
 _MAX_CA_BYTES = 1 << 20
 _EXIT_TIMEOUT = timedelta(minutes=5)  # time of the programs to end after the dataset is complete
+_ENDS = (errors.BudgetError, errors.HeldError, errors.MachineError, errors.NotFoundError)
+"""Errors of a rental that leave this process no machine."""
 
 
 class ShardingMachineSettings(CodeRepository):
@@ -150,9 +163,11 @@ def shard_on_machines(
 ) -> ShardReport:
     """Shard a dataset on rented machines, and release the machines, whatever happens.
 
+    At most one machine is rented for each open partition.
     If the process is killed, the machines of its rental are released after half a minute, or
     taken over by a next run. A complete dataset needs no machine: then `shard_dataset` is called.
     A program that has not ended five minutes after the dataset is complete ends with its machine.
+    If the machines fail and the dataset is complete, a warning of the report has their error.
 
     Args:
         config: Settings of the dataset.
@@ -177,7 +192,11 @@ def shard_on_machines(
     _, found = preflight_dataset(config)
     if found.refusals:
         raise errors.ConfigurationError(found.refusals[0])
+    rental, note = limit_machines(rental, found)
+    if note:
+        logger.warning("%s", note)
     follower.poll()
+    warnings: tuple[str, ...] = ()
     supervisor = RentalSupervisor(rental, repeat=True, progress=nullcontext(progress))
     with supervisor:
         is_over = is_complete = False
@@ -188,13 +207,42 @@ def shard_on_machines(
                 is_complete = follower.is_complete
                 follower.poll()
         supervisor.wait_until_done(_EXIT_TIMEOUT)
-        supervisor.raise_failure()
+        try:
+            supervisor.raise_failure()
+        except _ENDS as error:
+            with suppress(errors.MillraceError):
+                is_complete = is_complete or follower.is_complete
+            if not is_complete:
+                raise
+            message = errors.format_error(error)
+            warnings = (f"No other run is needed, though the machines ended so: {message}",)
     if not follower.is_complete:
         raise errors.MachineError(
             f"The programs of {rental.name} ended with exit code 0, and {found.url} is not "
             "complete: check `repo_url` and `repo_ref`, and start again."
         )
-    return follower.make_report(time.monotonic() - began, supervisor.cost)
+    report = follower.make_report(time.monotonic() - began, supervisor.cost)
+    return replace(report, warnings=warnings)
+
+
+def limit_machines(rental: RentalSettings, found: Preflight) -> tuple[RentalSettings, str]:
+    """Limit the machines of a rental to one for each open partition. Others would have no work.
+
+    Args:
+        rental: Rental of `make_sharding_rental`.
+        found: Result of the checks of the dataset.
+
+    Returns:
+        The rental, and a sentence if it has fewer machines now; else an empty one.
+    """
+    needed = max(1, found.open_partitions)
+    if rental.machines <= needed:
+        return rental, ""
+    return rental.model_copy(update={"machines": needed}), (
+        f"{rental.name} rents {format_count(needed, 'machine')}, not {rental.machines}: a machine "
+        f"works on whole partitions, and {format_count(found.open_partitions, 'partition')} of "
+        f"{found.url} {'is' if found.open_partitions == 1 else 'are'} open."
+    )
 
 
 def needs_machines(config: PipelineSettings) -> bool:

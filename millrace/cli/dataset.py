@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from millrace.datasets import DatasetStatus, PipelineSettings, ShardReport
+    from millrace.datasets import DatasetStatus, PipelineSettings, Preflight, ShardReport
     from millrace.progress import Event
     from millrace.rented_sharding import VastSettings
     from millrace.schemas.dataset import DatasetPlan
@@ -170,7 +170,7 @@ def plan(
     if use_vast or config.vast is not None:
         vast = _read_machines(settings, config, machine_options)
         try:
-            _show_offers(config, vast)
+            _show_offers(config, vast, found)
         except errors.ConfigurationError as error:
             if use_vast:
                 refusals.append(str(error))
@@ -280,13 +280,27 @@ def _run_on_machines(
 ) -> CommandResult:
     """Shard a dataset on rented machines, after a question."""
     from millrace.cli.machine import EventPrinter, confirm_rental, interrupt_on_signal
+    from millrace.datasets import preflight_dataset
     from millrace.progress_bar import PartitionsBar
     from millrace.rentals import RentalSupervisor
-    from millrace.rented_sharding import make_sharding_rental, needs_machines, shard_on_machines
+    from millrace.rented_sharding import (
+        limit_machines,
+        make_sharding_rental,
+        needs_machines,
+        shard_on_machines,
+    )
 
     rental = make_sharding_rental(config, vast)
-    if needs_machines(config) and not confirm_rental(rental, yes=yes):
-        return CommandResult({"rental": rental.name, "dollars": 0.0}, 1)
+    if needs_machines(config):
+        _, found = preflight_dataset(config)
+        if found.refusals:
+            raise errors.ConfigurationError(found.refusals[0])
+        rental, note = limit_machines(rental, found)
+        if note:
+            echo(note)
+        if not confirm_rental(rental, yes=yes):
+            return CommandResult({"rental": rental.name, "dollars": 0.0}, 1)
+        vast = vast.model_copy(update={"machines": rental.machines})
     interrupt_on_signal(RentalSupervisor.has_any_machines)
     show_machines = EventPrinter()
     with PartitionsBar() as show_partitions:
@@ -572,15 +586,18 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
         )
 
 
-def _show_offers(config: "PipelineSettings", vast: "VastSettings") -> None:
+def _show_offers(config: "PipelineSettings", vast: "VastSettings", found: "Preflight") -> None:
     """Show the offers that `run --use-vast` would take."""
     if find_spec("vastai") is None:
         echo("`run --use-vast` needs the extra vast: pip install 'millrace[vast]'.")
         return
     from millrace.cli.machine import show_offers
-    from millrace.rented_sharding import make_sharding_rental
+    from millrace.rented_sharding import limit_machines, make_sharding_rental
 
-    show_offers(make_sharding_rental(config, vast))
+    rental, note = limit_machines(make_sharding_rental(config, vast), found)
+    if note:
+        echo(note)
+    show_offers(rental)
 
 
 def _show_report(report: "ShardReport") -> None:

@@ -50,7 +50,15 @@ from millrace.progress import Event, Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import DatasetPlan, Manifest, Partition, SourceRecord
 from millrace.settings import load_settings
-from millrace.storage import Backend, Location, Store, StoreSpec, exists, open_store
+from millrace.storage import (
+    Backend,
+    Location,
+    Store,
+    StoreSpec,
+    exists,
+    list_objects,
+    open_store,
+)
 from millrace.storage.overlap import locate_prefix
 
 _DIVISION_ERRORS = (errors.ConfigurationError, errors.CorruptError, errors.NotFoundError)
@@ -169,6 +177,7 @@ class Preflight:
         url: URL of the dataset.
         state: State of the dataset: new, begun or complete; empty if the state is unknown.
         unchecked: A sentence for each check that was not possible.
+        open_partitions: Number of partitions that have not ended.
         notes: Sentences about the source that a person should read before the run.
         refusals: A sentence for each reason why `shard_dataset` will refuse the settings.
         largest_sample: Bytes of the largest sample; None if only a read of the source would show
@@ -180,6 +189,7 @@ class Preflight:
     unchecked: tuple[str, ...]
     refusals: tuple[str, ...]
     largest_sample: int | None = None
+    open_partitions: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -204,6 +214,7 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
     )
     refusals: list[str] = []
     state = ""
+    ended: set[str | None] = set()
     try:
         store = _open_for_preflight(settings)
         _refuse_overlap(settings, store)
@@ -213,6 +224,7 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
         complete = exists(store, keys.manifest)
         if begun:
             plan = plan.model_copy(update={"partitions": begun.partitions})
+            ended = {keys.parse_end(stat.key) for stat in list_objects(store, keys.commits)}
         if begun and complete:
             check_manifest(store, keys, begun, fetch(store, keys.manifest, Manifest))
         state = "complete" if complete else "begun; the run continues it" if begun else "new"
@@ -237,6 +249,7 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
         unchecked=unchecked,
         refusals=tuple(refusals),
         largest_sample=partitioned.largest_sample,
+        open_partitions=sum(one.name not in ended for one in plan.partitions),
         notes=(
             *partitioned.notes,
             *_describe_empty_splits(plan, [one.split for one in plan.partitions]),

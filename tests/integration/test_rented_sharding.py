@@ -23,7 +23,7 @@ from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
 from millrace.progress import Event
 from millrace.rentals import RentalSettings
-from millrace.rentals.progress_events import MachineReady, MachineReleased
+from millrace.rentals.progress_events import MachineReady, MachineReleased, MachineRented
 from millrace.rented_sharding import VastSettings, make_sharding_rental, run_pipeline
 from millrace.schemas.rental import ReleaseReason
 from millrace.settings import load_settings
@@ -135,6 +135,17 @@ def test_a_source_that_machines_could_not_read_or_would_betray_is_refused(
         make_sharding_rental(settings(source=source), VAST)
     assert said in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_a_function_that_imports_a_module_beside_its_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "clean.py").write_text("import json, beside\n\ndef clean(sample): ...\n")
+    step = {"kind": "function", "function": f"{tmp_path}/clean.py:clean"}
+    with pytest.raises(errors.ConfigurationError, match=r"clean\.py imports beside from its folde"):
+        make_sharding_rental(settings(sharding={"transforms": [step]}), VAST)
 
 
 def test_a_run_on_a_ray_cluster_is_not_rented() -> None:
@@ -439,6 +450,57 @@ def test_a_program_that_hangs_after_the_dataset_is_complete_is_not_waited_for(
     (released,) = (one for one in events if isinstance(one, MachineReleased))
     assert released.reason is ReleaseReason.UNNEEDED
     assert vast.list_alive() == []
+    vast.reset()
+
+
+def test_machines_that_fail_beside_a_complete_dataset_are_a_warning(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(
+        vast, repository, tmp_path, rate=100.0, real=False, program=100.0, fates={"failing": 1.0}
+    )
+    here = PipelineSettings.model_validate({name: data[name] for name in data if name != "vast"})
+
+    def complete_dataset(event: Event) -> None:
+        if isinstance(event, MachineRented):
+            shard_dataset(here)
+
+    report = run_pipeline(path, use_vast=True, progress=complete_dataset)
+    assert report.samples == 500
+    assert report.dollars
+    (warning,) = report.warnings
+    assert warning.startswith("No other run is needed, though the machines ended so: ")
+    assert "exit code 1" in warning
+    assert vast.list_alive() == []
+    vast.reset()
+
+
+def test_no_more_machines_are_rented_than_partitions_are_open(
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.machine.interrupt_on_signal", lambda _: None)
+    path, data = write_rented_dataset(
+        vast, repository, tmp_path, rate=100.0, real=False, program=10.0
+    )
+    data["vast"]["machines"] = 8
+    path.write_text(yaml.safe_dump(data))
+    here = {name: data[name] for name in data if name != "vast"} | {"execution": {"workers": 0}}
+
+    def stop_after_a_partition(event: Event) -> None:
+        if isinstance(event, PartitionEnded):
+            raise errors.WorkerError("stop")
+
+    planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast"])
+    said = "shard/words rents {}, not 8: a machine works on whole partitions, and {} of "
+    assert said.format("2 machines", "2 partitions") in planned.output.replace("\n", " ")
+    with pytest.raises(errors.WorkerError):
+        shard_dataset(PipelineSettings.model_validate(here), progress=stop_after_a_partition)
+    refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"], input="n\n")
+    assert said.format("1 machine", "1 partition") in refused.output.replace("\n", " ")
+    assert "Rent 1 machine for shard/words" in refused.stderr
+    with pytest.raises(errors.MachineError, match="is not complete"):
+        run_pipeline(path, use_vast=True)
+    assert len(vast.list_machines()) == 1
     vast.reset()
 
 
