@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from millrace.storage.open import Backend, Store
+from millrace.storage.locations import Backend
+from millrace.storage.open import Store
 
 
 def locate_prefix(store: Store, prefix: str = "") -> tuple[tuple[str, str], str]:
