@@ -241,7 +241,9 @@ def _set_upload_limit(
         existing = client.read_global_concurrency_limit_by_name(UPLOAD_LIMIT).limit
     except ObjectNotFound:
         existing = None
-    wanted = uploads or existing or _DEFAULT_SLOTS
+    wanted = uploads if uploads is not None else existing
+    if wanted is None:
+        wanted = _DEFAULT_SLOTS
     if existing == wanted:
         return SetupOutcome.UNCHANGED
     if not dry_run:

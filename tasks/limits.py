@@ -10,6 +10,7 @@ from prefect.exceptions import ObjectNotFound
 from blocks.server_names import UPLOAD_LIMIT
 from millrace.datasets import ExecutionSettings
 from millrace.datasets.ray_tasks import count_ray_slots
+from millrace.errors import ConfigurationError
 
 _SLOT_LEASE = 60.0  # seconds that the slots of a dead process stay taken: Prefect's minimum
 
@@ -23,11 +24,20 @@ def reserve_upload_slots(execution: ExecutionSettings) -> Iterator[ExecutionSett
 
     Yields:
         The same settings, lowered to the limit. Without a limit on the server they are unchanged.
+
+    Raises:
+        ConfigurationError: The limit is 0.
     """
     limit = _read_limit(UPLOAD_LIMIT)
     if limit is None:
         yield execution
         return
+    if limit == 0:
+        raise ConfigurationError(
+            f"The limit {UPLOAD_LIMIT} is 0, so nothing may be uploaded. Raise it (`prefect gcl "
+            f"update {UPLOAD_LIMIT} --limit 32`), and start this run again: it continues where it "
+            "was."
+        )
     execution = fit_to_limit(limit, resolve_workers(execution))
     slots = count_slots(execution)
     logger = get_run_logger()
@@ -69,4 +79,4 @@ def _read_limit(name: str) -> int | None:
             found = client.read_global_concurrency_limit_by_name(name)
         except ObjectNotFound:
             return None
-    return found.limit if found.active and found.limit > 0 else None
+    return found.limit if found.active else None
