@@ -75,8 +75,7 @@ store = bucket.open("read")
         default=None,
         repr=False,
         title="Read credentials",
-        description="A key pair that may list and read. With neither pair, the environment of the "
-        "process that opens the bucket is used.",
+        description="A key pair that may list and read.",
     )
     write_credentials: AwsCredentials | None = Field(
         default=None,
@@ -88,13 +87,18 @@ store = bucket.open("read")
         default=None,
         title="Read credentials of Google",
         description="For a `gs://` URL: name of a GCP Credentials block, or path of a service "
-        "account's key file on each machine that runs flows. It may list and read. With neither, "
-        "the environment of the process that opens the bucket is used.",
+        "account's key file on each machine that runs flows. It may list and read.",
     )
     write_google_credentials: str | None = Field(
         default=None,
         title="Write credentials of Google",
         description="The same for a service account that may list, read, write and delete.",
+    )
+    use_environment: bool = Field(
+        default=False,
+        title="Use the environment",
+        description="Open the bucket with the credentials and the endpoint in the environment of "
+        "the process that opens it. Only for a block without credentials.",
     )
     mirrors: list[str] = Field(
         default_factory=list,
@@ -208,12 +212,19 @@ store = bucket.open("read")
         return spec.model_copy(update=fields)
 
     def _choose(self, reading: T | None, writing: T | None, url: str, right: Right) -> T | None:
-        """Return the credentials for a right; None to use the environment."""
+        """Return the credentials for a right; None to use the environment.
+
+        Prefect removes a key pair from this block when the pair's own block is deleted. So a block
+        without any credentials uses those of the environment only if it says so.
+        """
         chosen, other = (reading, writing) if right is Right.READ else (writing, reading)
-        if chosen is None and other is not None:
+        if chosen is None and (other is not None or not self.use_environment):
+            environment = (
+                "" if other else ", or switch on `use_environment` for those of the environment"
+            )
             raise errors.ConfigurationError(
                 f"To {right} {url}, {right} credentials are needed, and {self._display_name} has "
-                f"none: add them there, or run `millrace setup`."
+                f"none: add them there, or run `millrace setup`{environment}."
             )
         return chosen
 
