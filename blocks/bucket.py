@@ -2,7 +2,7 @@
 
 import json
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials
@@ -15,6 +15,7 @@ from pydantic import (
     field_validator,
 )
 
+from blocks.loading import find_block
 from millrace import errors
 from millrace.audit import check_access as check_store
 from millrace.storage import Backend, Credentials, Location, Right, Store, StoreSpec, open_store
@@ -164,13 +165,13 @@ store = bucket.open("read")
         """Return the mirrors, with their read credentials.
 
         Raises:
-            ConfigurationError: As for `make_spec`.
-            ValueError: A mirror is the name of a block that does not exist.
+            ConfigurationError: As for `make_spec`, or a mirror is the name of a block that does not
+                exist.
         """
         return [
             self.make_url_spec(mirror, Right.READ)
             if "://" in mirror
-            else _load_bucket(mirror).make_spec(Right.READ)
+            else self._load_mirror(mirror).make_spec(Right.READ)
             for mirror in self.mirrors
         ]
 
@@ -181,7 +182,7 @@ store = bucket.open("read")
             prefix: Folder of the files, which is the same in the bucket and in each mirror.
 
         Raises:
-            ConfigurationError, ValueError: As for `make_mirror_specs`.
+            ConfigurationError: As for `make_mirror_specs`.
         """
         specs = [self.make_spec(Right.READ), *self.make_mirror_specs()]
         return [spec.with_prefix(prefix) for spec in specs]
@@ -190,6 +191,15 @@ store = bucket.open("read")
     def _display_name(self) -> str:
         name = self._block_document_name
         return f"the Millrace Bucket block {name!r}" if name else f"the bucket {self.url}"
+
+    def _load_mirror(self, name: str) -> "Bucket":
+        mirror = find_block(Bucket, name)
+        if mirror is None:
+            raise errors.ConfigurationError(
+                f"The mirror {name!r} of {self._display_name} is no URL and no Millrace Bucket "
+                "block. Correct `mirrors` of the block."
+            )
+        return mirror
 
     def make_url_spec(self, url: str, right: Right) -> StoreSpec:
         """Return the store of a URL that the credentials of the bucket reach too.
@@ -242,14 +252,14 @@ store = bucket.open("read")
                 "pip install 'millrace[gcs]', or name the path of a key file."
             ) from None
         try:
-            google = cast("GcpCredentials", GcpCredentials.load(named))
-        except ValueError as error:
+            google = find_block(GcpCredentials, named)
+        except GoogleAuthError as error:
+            raise errors.ConfigurationError(f"{whose} cannot be used: {error}") from error
+        if google is None:
             raise errors.ConfigurationError(
                 f"{whose} name no GCP Credentials block: there is no {named!r}. Create it in the "
                 "UI, or name the path of a key file."
-            ) from error
-        except GoogleAuthError as error:
-            raise errors.ConfigurationError(f"{whose} cannot be used: {error}") from error
+            )
         if google.service_account_info is not None:
             key = json.dumps(google.service_account_info.get_secret_value())
             return {"service_account_key": SecretStr(key)}
@@ -293,7 +303,3 @@ store = bucket.open("read")
             "region": aws.region_name,
             "ca_file": client.verify_cert_path,
         }
-
-
-def _load_bucket(name: str) -> Bucket:
-    return Bucket.load(name)  # pyright: ignore[reportReturnType] - sync here

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -27,11 +27,12 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 from prefect_aws import AwsCredentials
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from blocks.bucket import Bucket, BucketRole
 from blocks.environment import BucketSettings, read_buckets
 from blocks.hugging_face import HuggingFaceCredentials
+from blocks.loading import describe_faults, load_with_faults
 from blocks.rules import CleaningRules
 from blocks.server_names import TAG, UPLOAD_LIMIT, WORK_POOL
 from blocks.vast import VastCredentials
@@ -200,7 +201,14 @@ def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str
         name = f"{wanted.name}-{right}"
         credentials[right], outcome = _save_block(pair, name, dry_run=dry_run)
         yield f"block aws-credentials/{name}", outcome
-    block = wanted.make_block(credentials, _load_block(Bucket, wanted.name))
+    existing = _load_bucket(wanted)
+    block = wanted.make_block(credentials, existing)
+    if existing and (removed := [url for url in existing.mirrors if url not in block.mirrors]):
+        click.echo(
+            f"block millrace-bucket/{wanted.name}: without its mirrors {', '.join(removed)}, which "
+            "the environment does not name",
+            err=True,
+        )
     _, outcome = _save_block(block, wanted.name, dry_run=dry_run)
     yield f"block millrace-bucket/{wanted.name}", outcome
 
@@ -214,18 +222,32 @@ def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, st
 
 def _save_block(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
     """Save a block unless the server has an equal one."""
-    existing = _load_block(type(block), name)
+    existing, faults = load_with_faults(type(block), name)
+    if faults:
+        click.echo(f"{describe_faults(type(block), name, faults)} It is replaced.", err=True)
     if existing is not None and _dump_content(existing) == _dump_content(block):
         return existing, SetupOutcome.UNCHANGED
     if not dry_run:
         block.save(name, overwrite=True)
-    return block, SetupOutcome.CREATED if existing is None else SetupOutcome.UPDATED
+    return block, SetupOutcome.UPDATED if existing is not None or faults else SetupOutcome.CREATED
 
 
-def _load_block(kind: type[B], name: str) -> B | None:
+def _load_bucket(wanted: BucketSettings) -> Bucket | None:
+    """Load the block that setup replaces. Its invalid fields are left out.
+
+    Without its prefix, flows would work on the whole bucket.
+    """
+    existing, faults = load_with_faults(Bucket, wanted.name)
+    if not faults:
+        return existing
+    with get_client(sync_client=True) as client:
+        document = client.read_block_document_by_name(wanted.name, Bucket.get_block_type_slug())
+    invalid = {field.partition(".")[0] for field in faults}
+    valid = {field: value for field, value in document.data.items() if field not in invalid}
+    kept = document.model_copy(update={"data": {"role": wanted.role, **valid}})
     try:
-        return cast("B", kind.load(name))
-    except ValueError:
+        return Bucket._from_block_document(kept)  # noqa: SLF001 - it keeps the pairs' blocks
+    except ValidationError:
         return None
 
 
@@ -370,7 +392,7 @@ def _strip_ids(data: Any, *, is_sorted: bool) -> Any:
 
 def _check_credentials(buckets: list[BucketSettings], rights: Sequence[Right]) -> None:
     for bucket in buckets:
-        block = bucket.make_block(bucket.key_pairs, _load_block(Bucket, bucket.name))
+        block = bucket.make_block(bucket.key_pairs, _load_bucket(bucket))
         for right in rights:
             if bucket.is_mirror and right not in bucket.key_pairs:
                 continue  # a mirror is only read

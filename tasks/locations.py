@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from prefect import State, get_client, get_run_logger
-from prefect.blocks.core import Block
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from blocks import Bucket, HuggingFaceCredentials
+from blocks.loading import find_block
 from millrace.audit import check_access
 from millrace.checkpoints import HubSpec
 from millrace.datasets import SourceLocation
@@ -23,8 +23,6 @@ from millrace.datasets.sources import SourceSettings
 from millrace.errors import ConfigurationError
 from millrace.storage import Location, Right, StoreSpec, open_store
 from tasks.retries import retried_task
-
-B = TypeVar("B", bound=Block)
 
 _NAME = re.compile(r"(millrace-bucket/)?[a-z0-9][a-z0-9-]*")
 _SHOWN = 20  # names of blocks in a sentence
@@ -111,17 +109,7 @@ def make_mirror_specs(location: Bucket | str) -> list[StoreSpec]:
         ConfigurationError: A mirror, its block or its credentials do not exist.
     """
     found = require_location(location)
-    if not isinstance(found, Bucket):
-        return []
-    try:
-        return found.make_mirror_specs()
-    except ValidationError:
-        raise
-    except ValueError as error:
-        raise ConfigurationError(
-            f"A mirror of {found.url} is no URL and no Millrace Bucket block: {error} Correct "
-            "`mirrors` of the block."
-        ) from error
+    return found.make_mirror_specs() if isinstance(found, Bucket) else []
 
 
 def refuse_temporary(folder: Path) -> None:
@@ -147,7 +135,7 @@ def find_location(location: Bucket | str) -> Bucket | str | None:
         The block or the URL; None if there is no block of this name.
 
     Raises:
-        ConfigurationError: The location is a relative path.
+        ConfigurationError: The location is a relative path, or fields of the block are invalid.
     """
     if isinstance(location, Bucket):
         return location
@@ -216,16 +204,6 @@ def list_bucket_names() -> list[str]:
         except ObjectNotFound:
             return []
     return sorted(document.name for document in found if document.name)
-
-
-def find_block(kind: type[B], name: str) -> B | None:
-    """Return a block by its name; None if there is none."""
-    try:
-        return kind.load(name)  # pyright: ignore[reportReturnType] - sync here
-    except ValidationError:
-        raise  # the block exists and is damaged
-    except ValueError:
-        return None
 
 
 class InputLocation(BaseModel):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,12 +16,14 @@ from prefect_gcp import GcpCredentials
 from pydantic import SecretStr, ValidationError
 
 from blocks import Bucket, BucketRole, VastCredentials
+from blocks.loading import find_block
 from millrace.errors import ConfigurationError, DeniedError, NotFoundError
 from millrace.storage import Right, Store, list_objects, open_store, put, read
 from millrace.testing.gcs import GCSServer
 from millrace.testing.key import Key
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
+from tests.support.blocks import save_document
 
 
 def pair(key: Key, endpoint: str | None = None) -> AwsCredentials:
@@ -83,9 +86,59 @@ def test_without_credentials_for_a_right_it_does_not_take_the_others() -> None:
         block.open("read")
 
 
-def test_with_no_credentials_at_all_the_environment_is_asked() -> None:
-    block = Bucket(role=BucketRole.DATASET, url="s3://x")
-    assert block.make_spec("read").credentials is None
+@pytest.mark.parametrize("url", ["s3://x", "gs://x"])
+def test_a_block_without_credentials_uses_the_environment_only_if_it_says_so(url: str) -> None:
+    block = Bucket(role=BucketRole.DATASET, url=url)
+    with pytest.raises(ConfigurationError, match=r"has none: .* or switch on `use_environment`"):
+        block.make_spec("read")
+    block.use_environment = True
+    spec = block.make_spec("read")
+    assert spec.credentials is None
+    assert spec.options == {}
+
+
+def test_a_block_whose_key_pairs_were_deleted_does_not_use_the_environment(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
+    name = f"pairs-{uuid4().hex[:8]}"
+    names, pairs = [f"{name}-read", f"{name}-write"], [pair(Key("r", "r")), pair(Key("w", "w"))]
+    for one, saved in zip(names, pairs, strict=True):
+        saved.save(one)
+    Bucket(
+        role=BucketRole.DATASET, url="s3://x", read_credentials=pairs[0], write_credentials=pairs[1]
+    ).save(name)
+    for one in names:
+        AwsCredentials.delete(one)
+    found = find_block(Bucket, name)
+    assert found is not None
+    with pytest.raises(ConfigurationError, match=f"block '{name}' has none"):
+        found.open("write")
+
+
+def test_a_block_that_was_filled_in_wrongly_names_the_field_and_no_secret(
+    prefect_api: PrefectServer,
+) -> None:
+    name = save_document(prefect_api, Bucket, {
+        "role": "Dataset", "url": "my-bucket",
+        "read_credentials": {"aws_secret_access_key": "hunter2", "region_name": {"a": "hunter2"}},
+    })  # fmt: skip
+    with pytest.raises(ConfigurationError, match=f"Bucket block '{name}' is not valid") as refused:
+        find_block(Bucket, name)
+    assert "url: write r2://" in str(refused.value)
+    assert "role: Input should be" in str(refused.value)
+    assert "read_credentials" in str(refused.value)
+    shown = "".join(traceback.format_exception(refused.value))
+    assert "hunter2" not in shown
+    assert "validate=False" not in shown
+    block = Bucket(role=BucketRole.DATASET, url="file:///x", mirrors=[name])
+    with pytest.raises(ConfigurationError, match="url: write r2://"):
+        block.make_mirror_specs()
+    block.mirrors = ["no-such-block"]
+    with pytest.raises(ConfigurationError, match=r"mirror 'no-such-block' of .* is no URL"):
+        block.make_mirror_specs()
+    assert find_block(Bucket, "no-such-block") is None
 
 
 def test_an_r2_bucket_may_name_its_account_apart() -> None:
@@ -208,9 +261,10 @@ def test_google_is_reached_by_blocks_of_prefect_gcp(
         block.make_spec("read")
 
 
-def test_google_takes_no_key_pair_and_without_one_it_takes_the_environment() -> None:
+def test_google_takes_no_key_pair() -> None:
     block = Bucket(role=BucketRole.DATASET, url="gs://x", read_credentials=pair(Key("a", "b")))
-    assert block.make_spec("read").options == {}
+    with pytest.raises(ConfigurationError, match="read credentials are needed"):
+        block.make_spec("read")
     block.write_google_credentials = "/key.json"
     with pytest.raises(ConfigurationError, match="read credentials are needed"):
         block.make_spec("read")
