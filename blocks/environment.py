@@ -29,7 +29,7 @@ class BucketSettings:
         account_id: R2 account of the bucket.
         bucket: Name of the bucket.
         key_pairs: A key pair for each right.
-        mirrors: Mirrors, as in the block.
+        mirrors: Mirrors, as in the block; None if the environment does not name any.
     """
 
     name: str
@@ -37,7 +37,7 @@ class BucketSettings:
     account_id: str
     bucket: str
     key_pairs: Mapping[Right, AwsCredentials] = field(repr=False)
-    mirrors: tuple[str, ...] = ()
+    mirrors: tuple[str, ...] | None = None
 
     @property
     def location(self) -> tuple[str, str]:
@@ -57,12 +57,14 @@ class BucketSettings:
         Args:
             credentials: Credentials for each right.
             existing: Block of this name on the server. If its bucket is the same, the new block
-                keeps its prefix, and its credentials for the other rights.
+                keeps its prefix, its credentials for the other rights, and its mirrors unless
+                the environment names some.
         """
         url = f"r2://{self.account_id}/{self.bucket}"
-        pairs = dict(credentials)
+        pairs, mirrors = dict(credentials), self.mirrors
         if existing is not None and self._is_bucket_of(existing):
             url = existing.url
+            mirrors = existing.mirrors if mirrors is None else mirrors
             for right, pair in (
                 (Right.READ, existing.read_credentials),
                 (Right.WRITE, existing.write_credentials),
@@ -75,7 +77,7 @@ class BucketSettings:
             account_id=self.account_id,
             read_credentials=pairs.get(Right.READ),
             write_credentials=pairs.get(Right.WRITE),
-            mirrors=list(self.mirrors),
+            mirrors=list(mirrors or ()),
         )
 
     def _is_bucket_of(self, block: Bucket) -> bool:
@@ -139,7 +141,7 @@ def read_dataset_specs(environ: Mapping[str, str], prefix: str = "") -> list[Sto
         named[mirror].make_spec(Right.READ)
         if mirror in named
         else block.make_url_spec(mirror, Right.READ)
-        for mirror in bucket.mirrors
+        for mirror in bucket.mirrors or ()
     ]
     return [spec.with_prefix(prefix) for spec in (block.make_spec(Right.READ), *specs)]
 
@@ -150,7 +152,7 @@ def _read_bucket(
     rights: list[Right],
     endpoint: str | None,
     missing: dict[str, str],
-    mirrors: tuple[str, ...] = (),
+    mirrors: tuple[str, ...] | None = None,
 ) -> list[BucketSettings]:
     given = {name: environ.get(name, "").strip() for name in _describe_variables(role, rights)}
     absent = {
@@ -199,7 +201,8 @@ def _read_dataset_buckets(
     If only the list is set, its first entry is the bucket itself, as in Templar. Templar's list has
     all buckets, so an entry may be the bucket of the other variables. That entry is no mirror.
     """
-    entries = list(enumerate(_read_entries(environ.get(BUCKET_LIST_VARIABLE, "").strip()), start=1))
+    listed = environ.get(BUCKET_LIST_VARIABLE, "").strip()
+    entries = list(enumerate(_read_entries(listed), start=1))
     own = any(
         environ.get(name, "").strip()
         for name in _describe_variables(BucketRole.DATASET, list(Right))
@@ -224,7 +227,7 @@ def _read_dataset_buckets(
     if bucket:
         return [*mirrors, replace(bucket, mirrors=tuple(names))]
     return mirrors + _read_bucket(
-        environ, BucketRole.DATASET, rights, endpoint, missing, tuple(names)
+        environ, BucketRole.DATASET, rights, endpoint, missing, tuple(names) if listed else None
     )
 
 

@@ -89,6 +89,24 @@ def test_setup_writes_a_new_order_of_mirrors(saved: Saved) -> None:
     assert get_bucket(saved).mirrors == ["s3://near", "s3://far"]
 
 
+def test_setup_keeps_mirrors_of_the_form_if_the_environment_names_none(
+    saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(read_dataset())
+    mirrors = ["s3://mirror/x", "other"]
+    saved[Bucket, "dataset"] = get_bucket(saved).model_copy(update={"mirrors": mirrors})
+    save(read_dataset(R2_DATASET_READ_ACCESS_KEY_ID="rotated"))
+    assert get_bucket(saved).mirrors == mirrors
+    assert capsys.readouterr().err == ""
+
+    save(read_dataset(**{BUCKET_LIST_VARIABLE: "s3://mirror/x, s3://new"}))
+    assert get_bucket(saved).mirrors == ["s3://mirror/x", "s3://new"]
+    assert "dataset: without its mirrors other, which" in capsys.readouterr().err
+    save(read_dataset(R2_DATASET_BUCKET_NAME="moved"))
+    assert get_bucket(saved).mirrors == []
+    assert "without its mirrors s3://mirror/x, s3://new," in capsys.readouterr().err
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Right]]:
     """Return the URL and the right of each check, which sends nothing."""
