@@ -12,11 +12,11 @@ from pathlib import Path
 
 import click
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 
 from blocks.bucket import Bucket, BucketRole
 from blocks.server_names import WORK_POOL
-from blocks.setup import SetupOutcome, connect, describe_refusal, make_essentials, register_types
+from blocks.setup import SetupOutcome, connect, make_essentials, register_types, report_errors
 from millrace import errors
 
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
@@ -25,7 +25,7 @@ _DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 
 def deploy_flows() -> None:
     """Deploy all flows of prefect.yaml, after the objects that they need."""
-    try:
+    with report_errors():
         if not _DEPLOYMENTS_FILE.is_file():
             raise errors.ConfigurationError(
                 f"There is no {_DEPLOYMENTS_FILE} in {Path.cwd()}. Run this command in the clone "
@@ -37,10 +37,6 @@ def deploy_flows() -> None:
                 if outcome is not SetupOutcome.UNCHANGED:
                     click.echo(f"{item}: {outcome}")
             missing = _find_missing_blocks(client)
-    except errors.MillraceError as error:
-        raise click.ClickException(str(error)) from None
-    except PrefectHTTPStatusError as error:
-        raise click.ClickException(describe_refusal(error)) from None
     if not _deploy_all():
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
     if missing:

@@ -5,16 +5,16 @@ A second run changes only objects that differ from the environment.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from uuid import UUID
 
 import click
-import httpx
 from prefect import get_client
 from prefect.blocks.core import Block
 from prefect.blocks.webhook import Webhook
@@ -87,7 +87,7 @@ def set_up_server(
         check: Whether to check the rights of the credentials.
         dry_run: Whether to change nothing.
     """
-    try:
+    with report_errors():
         buckets = read_buckets(os.environ, roles, rights)
         with connect() as client:
             for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
@@ -95,11 +95,20 @@ def set_up_server(
                 click.echo(f"{item}: {would}{outcome}")
         if check:
             _check_credentials(buckets, rights)
-    except errors.MillraceError as error:
-        raise click.ClickException(str(error)) from None
-    except PrefectHTTPStatusError as error:
-        raise click.ClickException(describe_refusal(error)) from None
     click.echo("Next: millrace deploy, then: prefect worker start --pool " + WORK_POOL)
+
+
+@contextmanager
+def report_errors() -> Generator[None]:
+    """Print an error of the block as a sentence, and exit: with 2 for wrong input, else with 1."""
+    try:
+        yield
+    except errors.MillraceError as error:
+        refusal = click.ClickException(str(error))
+        refusal.exit_code = 2 if isinstance(error, errors.ConfigurationError) else 1
+        raise refusal from None
+    except PrefectHTTPStatusError as error:
+        raise click.ClickException(_describe_refusal(error)) from None
 
 
 def connect() -> SyncPrefectClient:
@@ -115,16 +124,16 @@ def connect() -> SyncPrefectClient:
             "PREFECT_API_URL names no server. Start one with `prefect server start`, and export "
             "PREFECT_API_URL=http://127.0.0.1:4200/api."
         )
-    try:
-        httpx.get(f"{url}/health", timeout=10).raise_for_status()
-    except httpx.HTTPError as error:
+    with get_client(sync_client=True) as client:
+        error = client.api_healthcheck()
+    if error is not None:
         raise errors.UnavailableError(
-            f"No Prefect server answers at {url} ({type(error).__name__}). Start it with "
-            "`prefect server start`, or correct PREFECT_API_URL."
-        ) from None
-    if urlsplit(url).hostname not in {"127.0.0.1", "localhost", "::1"} and (
-        not PREFECT_API_AUTH_STRING.value()
-    ):
+            f"No Prefect server answers at {_hide_password(url)} ({type(error).__name__}). Start "
+            "it with `prefect server start`, or correct PREFECT_API_URL."
+        )
+    parts = urlsplit(url)
+    has_password = parts.password or PREFECT_API_AUTH_STRING.value()
+    if parts.hostname not in {"127.0.0.1", "localhost", "::1"} and not has_password:
         click.echo(
             f"Warning: {url} is used without a password, and a Prefect server without one gives "
             "every secret to all that reach it. Set PREFECT_SERVER_API_AUTH_STRING on the server "
@@ -134,12 +143,19 @@ def connect() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
-def describe_refusal(error: PrefectHTTPStatusError) -> str:
+def _hide_password(url: str) -> str:
+    """Return a URL without its user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _describe_refusal(error: PrefectHTTPStatusError) -> str:
     """Return a sentence for an error of the server."""
     code = error.response.status_code
     if code in {401, 403}:
         return "The Prefect server wants a password: set PREFECT_API_AUTH_STRING to it."
-    return f"The Prefect server answered {code} to {error.request.method} {error.request.url}."
+    url = _hide_password(str(error.request.url))
+    return f"The Prefect server answered {code} to {error.request.method} {url}."
 
 
 def _create_objects(

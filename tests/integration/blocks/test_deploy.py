@@ -68,6 +68,6 @@ def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
     refused = deploy(prefect_server, tmp_path)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert f"There is no prefect.yaml in {tmp_path}" in refused.stderr
     assert "Traceback" not in refused.stderr

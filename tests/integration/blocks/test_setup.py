@@ -2,15 +2,22 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner, Result
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from blocks import Bucket, BucketRole
+from blocks import Bucket, BucketRole, setup
+from blocks.loading import find_block
+from blocks.setup import SetupOutcome, connect
 from millrace.cli import main
 from millrace.storage import put, read
 from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer
+from tests.support.blocks import save_document
 from tests.unit.blocks.test_environment import ACCOUNT, PAIR, variables
 
 
@@ -89,15 +96,70 @@ def test_what_setup_makes_opens_the_bucket(rgw: RGW, bucket: str) -> None:
 
 def test_every_missing_variable_is_named(prefect_server: PrefectServer) -> None:
     refused = prefect_server.run("millrace", "setup")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert all(name in refused.stderr for name in variables(*BucketRole))
 
 
-def test_a_server_that_does_not_answer_is_a_sentence(prefect_server: PrefectServer) -> None:
-    for url, says in (("http://127.0.0.1:9/api", "No Prefect server answers"), ("", "names no")):
-        refused = prefect_server.run(
-            "millrace", "setup", "--without-buckets", environment={"PREFECT_API_URL": url}
+@pytest.mark.parametrize(
+    ("url", "code", "says"),
+    [
+        ("http://me:hunter2@127.0.0.1:9/api", 1, "No Prefect server answers at http://127.0.0.1:9"),
+        ("", 2, "names no"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_a_sentence(
+    prefect_server: PrefectServer, url: str, code: int, says: str
+) -> None:
+    refused = prefect_server.run(
+        "millrace", "setup", "--without-buckets", environment={"PREFECT_API_URL": url}
+    )
+    assert refused.returncode == code
+    assert says in refused.stderr
+    assert "hunter2" not in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_server_is_asked_as_prefect_asks_it(prefect_api: PrefectServer) -> None:
+    with temporary_settings({PREFECT_API_URL: f"{prefect_api.url}/"}), connect() as client:
+        assert client.api_healthcheck() is None
+
+
+@pytest.mark.parametrize("slots", [0, 5])
+def test_setup_leaves_the_limit_on_uploads_as_it_is(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    name = f"uploads-{slots}"
+    monkeypatch.setattr(setup, "UPLOAD_LIMIT", name)
+    with prefect_api.make_client() as client:
+        client.create_global_concurrency_limit(
+            GlobalConcurrencyLimitCreate(name=name, limit=slots, active=True)
         )
-        assert refused.returncode == 1
-        assert says in refused.stderr
-        assert "Traceback" not in refused.stderr
+        for uploads, outcome, after in (
+            (None, SetupOutcome.UNCHANGED, slots), (7, SetupOutcome.UPDATED, 7),
+        ):  # fmt: skip
+            assert setup._set_upload_limit(client, uploads, dry_run=False) is outcome
+            assert client.read_global_concurrency_limit_by_name(name).limit == after
+
+
+def test_setup_replaces_a_block_that_was_filled_in_wrongly(prefect_api: PrefectServer) -> None:
+    environment = {
+        **variables(BucketRole.GRADIENTS),
+        "R2_GRADIENTS_BUCKET_NAME": f"wrong-{uuid4().hex[:8]}",
+    }
+    url = f"r2://{ACCOUNT}/{environment['R2_GRADIENTS_BUCKET_NAME']}/team-a"
+    with suppress(ValueError):
+        Bucket.delete("gradients")
+    data = {"role": "Gradients", "url": url, "mirrors": ""}
+    save_document(prefect_api, Bucket, data, "gradients")
+    done = set_up("--role", "gradients", environment=environment)
+    assert done.exit_code == 0, done.stderr
+    assert outcomes(done.stdout)["block millrace-bucket/gradients"] == "updated"
+    assert "block 'gradients' is not valid. role: " in done.stderr
+    assert "It is replaced." in done.stderr
+    block = find_block(Bucket, "gradients")
+    assert block is not None
+    assert block.url == url  # with its prefix
+    credentials = block.make_spec("write").credentials
+    assert credentials is not None
+    assert credentials.access_key_id == "gradients-write"
+    Bucket.delete("gradients")
