@@ -1,21 +1,29 @@
 """``millrace deploy``: deploy the flows to a Prefect server, with the objects that they need.
 
 Prefect looks for the work pool first, so `prefect deploy --all` alone ends with an error on a
-server that was not set up.
+server that was not set up. It also resumes paused deployments and schedules that were switched off,
+and may delete schedules that prefect.yaml does not name. `millrace deploy` keeps all of these.
 """
 
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.exceptions import ObjectNotFound
 
 from blocks.bucket import Bucket, BucketRole
-from blocks.server_names import WORK_POOL
+from blocks.server_names import TAG, WORK_POOL
 from blocks.setup import SetupOutcome, connect, make_essentials, register_types, report_errors
 from millrace import errors
 
@@ -26,19 +34,34 @@ _DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 def deploy_flows() -> None:
     """Deploy all flows of prefect.yaml, after the objects that they need."""
     with report_errors():
-        if not _DEPLOYMENTS_FILE.is_file():
-            raise errors.ConfigurationError(
-                f"There is no {_DEPLOYMENTS_FILE} in {Path.cwd()}. Run this command in the clone "
-                "of Millrace."
-            )
+        project = _read_project()
         with connect() as client:
             register_types()
             for item, outcome in make_essentials(client):
                 if outcome is not SetupOutcome.UNCHANGED:
                     click.echo(f"{item}: {outcome}")
             missing = _find_missing_blocks(client)
-    if not _deploy_all():
+            existing = _list_deployments(client)
+            pairs = _match_deployments(project, existing)
+            kept = {found.id for _, found in pairs}
+            others = [
+                f"{client.read_flow(one.flow_id).name}/{one.name}"
+                for one in existing
+                if TAG in one.tags
+                and one.id not in kept
+                and not one.paused
+                and any(schedule.active for schedule in one.schedules)
+            ]
+    changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
+    if not _deploy_all(project):
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
+    for line in changes:
+        click.echo(line)
+    if others:
+        click.echo(
+            f"Not in prefect.yaml, and still scheduled: {', '.join(sorted(others))}. Delete those "
+            "that you do not need: prefect deployment delete FLOW/NAME"
+        )
     if missing:
         click.echo(
             f"Missing blocks: {', '.join(missing)}. Runs that need them say so and do nothing, or "
@@ -47,25 +70,126 @@ def deploy_flows() -> None:
     click.echo("Next: prefect worker start --pool " + WORK_POOL)
 
 
-def _deploy_all() -> bool:
+def _read_project() -> dict[str, Any]:
+    """Return the content of prefect.yaml.
+
+    Raises:
+        ConfigurationError: There is no such file here, or it cannot be read.
+    """
+    try:
+        project = yaml.safe_load(_DEPLOYMENTS_FILE.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise errors.ConfigurationError(
+            f"There is no {_DEPLOYMENTS_FILE} in {Path.cwd()}. Run this command in the clone of "
+            "Millrace."
+        ) from None
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise errors.ConfigurationError(f"{_DEPLOYMENTS_FILE} cannot be read: {error}.") from None
+    if not isinstance(project, dict) or not project.get("deployments"):
+        raise errors.ConfigurationError(f"{_DEPLOYMENTS_FILE} has no `deployments`: add some.")
+    return project
+
+
+def _list_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """Return all deployments on the server."""
+    found: list[DeploymentResponse] = []
+    while page := client.read_deployments(offset=len(found)):
+        found += page
+    return found
+
+
+def _match_deployments(
+    project: dict[str, Any], existing: list[DeploymentResponse]
+) -> list[tuple[dict[str, Any], DeploymentResponse]]:
+    """Return each deployment of prefect.yaml that is on the server, with the one there."""
+    pairs: list[tuple[dict[str, Any], DeploymentResponse]] = []
+    for wanted in project["deployments"]:
+        named = [one for one in existing if one.name == wanted.get("name")]
+        same = [one for one in named if one.entrypoint == wanted.get("entrypoint")]
+        if found := same or [one for one in named if TAG in one.tags]:
+            pairs.append((wanted, found[0]))
+    return pairs
+
+
+def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterator[str]:
+    """Write what people have changed on the server into a deployment of prefect.yaml.
+
+    Prefect then deploys it with these changes, so that nothing that was stopped runs in between.
+
+    Args:
+        wanted: Deployment of prefect.yaml, which is changed.
+        existing: The same deployment on the server.
+
+    Yields:
+        A line for each change that is kept, and for each schedule that starts or stops.
+    """
+    name = wanted["name"]
+    if existing.paused and "paused" not in wanted:
+        wanted["paused"] = True
+        yield f"{name}: stays paused"
+    schedules = wanted.get("schedules")
+    if not schedules:
+        return  # Prefect leaves those on the server as they are
+    by_slug = {schedule["slug"]: schedule for schedule in schedules if "slug" in schedule}
+    for found in existing.schedules:
+        same = by_slug.pop(found.slug, None) if found.slug else None
+        if same is None:
+            schedules.append(_describe_schedule(found))
+            yield f"{name}: keeps its schedule {found.slug or _format_timing(found)}"
+        elif not found.active and "active" not in same:
+            same["active"] = False
+            yield f"{name}: its schedule {found.slug} stays off"
+        elif found.active and same.get("active") is False:
+            yield f"{name}: its schedule {found.slug} is switched off, as in prefect.yaml"
+    for slug in by_slug:
+        yield f"{name}: its schedule {slug} is new"
+
+
+def _describe_schedule(schedule: DeploymentSchedule) -> dict[str, Any]:
+    """Return a schedule as an entry of prefect.yaml."""
+    timing = schedule.schedule.model_dump(mode="json")
+    rest = schedule.model_dump(mode="json", include={"active", "parameters", "slug"})
+    return {key: value for key, value in (timing | rest).items() if value is not None}
+
+
+def _format_timing(schedule: DeploymentSchedule) -> str:
+    match schedule.schedule:
+        case CronSchedule(cron=cron):
+            return cron
+        case IntervalSchedule(interval=interval):
+            return f"every {interval}"
+        case timing:
+            return " ".join(timing.rrule.split())
+
+
+def _deploy_all(project: dict[str, Any]) -> bool:
     """Deploy the flows with Prefect's command, and print a line for each.
 
     Prefect prints twenty lines for each, which are shown if it fails.
 
+    Args:
+        project: Content of prefect.yaml, as it is to be deployed.
+
     Returns:
         Whether Prefect has deployed all.
     """
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     wide = os.environ | {"COLUMNS": "500"}  # no line is broken
     shown: list[str] = []
-    with subprocess.Popen(
-        command, env=wide, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            shown.append(line)
-            if found := _DEPLOYED.search(line):
-                click.echo(f"{found[1]}: deployed")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / _DEPLOYMENTS_FILE
+        file.write_text(yaml.safe_dump(project), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all",
+            "--prefect-file", str(file),
+        ]  # fmt: skip
+        with subprocess.Popen(
+            command, env=wide, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                shown.append(line)
+                if found := _DEPLOYED.search(line):
+                    click.echo(f"{found[1]}: deployed")
     if process.returncode:
         click.echo("".join(shown))
     return not process.returncode

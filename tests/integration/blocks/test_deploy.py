@@ -4,9 +4,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import yaml
+from prefect.client.schemas.schedules import CronSchedule
 
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
@@ -71,3 +73,36 @@ def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(
     assert refused.returncode == 2
     assert f"There is no prefect.yaml in {tmp_path}" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_deploying_again_keeps_what_was_stopped_and_the_schedules_of_people(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+    (wanted,) = (one for one in project["deployments"] if one["name"] == "reap-machines")
+    wanted["name"] = f"reap-{uuid4().hex[:8]}"
+    wanted["schedules"].append({"cron": "1 1 * * *", "timezone": "UTC", "slug": "other"})
+    project["deployments"] = [wanted]
+    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
+    assert deploy(prefect_server, tmp_path).returncode == 0
+    name = f"reap-machines/{wanted['name']}"
+    with prefect_server.make_client() as client:
+        first = client.read_deployment_by_name(name)
+        (off,) = (one for one in first.schedules if one.slug == "every-15-minutes")
+        client.update_deployment_schedule(first.id, off.id, active=False)
+        client.create_deployment_schedules(first.id, [(CronSchedule(cron="*/5 * * * *"), True)])
+        client.pause_deployment(first.id)
+
+        again = deploy(prefect_server, tmp_path)
+        assert again.returncode == 0, again.stdout + again.stderr
+        for line in ("stays paused", "its schedule every-15-minutes stays off", "*/5 * * * *"):
+            assert line in again.stdout
+        second = client.read_deployment_by_name(name)
+        assert second.paused
+        found = {one.slug: (one.schedule, one.active) for one in second.schedules}
+        assert {slug: active for slug, (_, active) in found.items()} == {
+            "every-15-minutes": False, "other": True, None: True,
+        }  # fmt: skip
+        assert isinstance(found[None][0], CronSchedule)
+        assert found[None][0].cron == "*/5 * * * *"
+        client.delete_deployment(first.id)

@@ -208,9 +208,9 @@ def test_the_worker_takes_from_our_pool_and_is_asked_where_it_answers() -> None:
 
 def test_what_setup_runs_is_in_the_image(services: dict[str, dict[str, Any]]) -> None:
     said = " ".join(services["setup"]["command"])
-    assert re.search(r"\bmillrace setup .*&& prefect --no-prompt deploy --all$", said)
+    assert re.search(r"\bmillrace setup .*&& millrace deploy$", said)
     assert "millrace" in PROJECT["scripts"]
-    assert "setup" in PROJECT["entry-points"]["millrace.commands"]
+    assert {"setup", "deploy"} <= set(PROJECT["entry-points"]["millrace.commands"])
     for deployment in yaml.safe_load(read("prefect.yaml"))["deployments"]:
         module, _, flow = deployment["entrypoint"].rpartition(".")
         assert found(rf"^(?:async )?def {flow}\(", read(f"{module.replace('.', '/')}.py"))
