@@ -1,4 +1,4 @@
-"""Loading of blocks from the Prefect server, and the fields that keep a block from loading.
+"""Load blocks from the Prefect server, and find the fields that keep a block from loading.
 
 Prefect's UI saves a block without running the validators of its type.
 """
