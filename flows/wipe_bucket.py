@@ -3,14 +3,12 @@
 from datetime import timedelta
 
 from prefect import flow
-from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from pydantic import Field
 
 from millrace.cleanup import CleanupResult, StoreContents, make_confirmation
 from millrace.cleanup.wiping import check_confirmation
-from millrace.errors import ConfigurationError
 from millrace.storage import Right, open_store
 from tasks.cleaning import (
     delete_wipe_plan,
@@ -22,9 +20,10 @@ from tasks.cleaning import (
     report_contents,
     survey_bucket,
 )
-from tasks.formatting import format_count, format_size
+from tasks.formatting import format_count, format_size, make_artifact_key
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation, make_store_spec
+from tasks.reports import format_code, format_markdown
 from tasks.run_names import make_name
 
 _CONFIRM_TIMEOUT = timedelta(hours=1)
@@ -62,19 +61,20 @@ def wipe_bucket(
     plan = make_wipe_plan(spec)
     location = open_store(spec, make_folder=False).location
     wanted = make_confirmation(location)
-    whole = f"{format_count(plan.objects, 'object')} of `{spec.url}`, {format_size(plan.size)}"
-    if delete_versions:
-        whole += describe_versions(found.versions)
-    asked = WipeConfirmation.with_initial_data(
-        description=f"**All {whole}, will be deleted, and nothing brings them back.** To go on, "
-        f"type `{wanted}`.",
-    )
+    description = format_markdown(
+        "**All {} of {}, {}{}, will be deleted, and nothing brings them back.** To go on, type {}.",
+        format_count(plan.objects, "object"), format_code(spec.url), format_size(plan.size),
+        describe_versions(found.versions) if delete_versions else "", format_code(wanted),
+    )  # fmt: skip
     try:
         typed = pause_flow_run(
-            wait_for_input=asked, timeout=int(_CONFIRM_TIMEOUT.total_seconds()), poll_interval=2
+            wait_for_input=WipeConfirmation.with_initial_data(description=str(description)),
+            timeout=int(_CONFIRM_TIMEOUT.total_seconds()),
+            poll_interval=2,
+            key=make_artifact_key(plan.name),  # a retry of the run asks again, about its own plan
         )
         check_confirmation(location, typed.bucket_name)
-    except (FlowPauseTimeout, ConfigurationError):
+    except BaseException:
         delete_wipe_plan(spec, plan)
         raise
     done = execute_wipe(spec, plan, typed.bucket_name, versions=delete_versions)

@@ -181,10 +181,22 @@ class PrefectServer(PrefectServerProcess):
 
     def begin(self, flow: "Flow[..., Any]", /, **parameters: Any) -> "Begun":
         """Call a flow in a thread of this process, which is a client of the server."""
-        from prefect.flow_engine import run_flow
-
         with self.make_client() as client:
             made = client.create_flow_run(flow, parameters=parameters)
+        return self._begin(flow, made, parameters)
+
+    def retry(self, flow: "Flow[..., Any]", run: UUID, /, **parameters: Any) -> "Begun":
+        """Run an ended flow run once more, as "Retry" of the UI does."""
+        from prefect.states import AwaitingRetry
+
+        with self.make_client() as client:
+            client.set_flow_run_state(run, AwaitingRetry())
+        return self._begin(flow, self.read_flow_run(run), parameters)
+
+    def _begin(
+        self, flow: "Flow[..., Any]", made: "FlowRun", parameters: dict[str, Any]
+    ) -> "Begun":
+        from prefect.flow_engine import run_flow
 
         def call() -> "State[Any]":
             return run_flow(flow, made, parameters, return_type="state")  # pyright: ignore[reportReturnType]

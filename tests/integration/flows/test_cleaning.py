@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,27 @@ def test_a_wiping_that_nobody_confirms_deletes_nothing(
     assert "nothing was deleted" in done.output
     assert keys_of(store) == set(keys)
     assert not [one.key for one in list_objects(store, "_clean/") if "plan" in one.key]
+
+
+def test_a_wiping_is_asked_for_again_when_its_run_is_retried(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "one").write_text("1")
+    given = {"bucket": str(folder), "dry_run": False}
+    running = prefect_api.begin(wipe_bucket, **given)
+    for name in ("wrong", "precious"):
+        prefect_api.wait(running.run, "Paused")
+        with prefect_api.make_client() as client:
+            client.resume_flow_run(running.run, run_input={"bucket_name": name})
+        done = running.wait_for_result()
+        if name == "wrong":
+            assert done.output.startswith("Failed: ")
+            assert [one.name for one in folder.rglob("*") if one.is_file()] == ["one"]
+            running = prefect_api.retry(wipe_bucket, done.run, **given)
+    assert done.code == 0, done.output
+    assert not (folder / "one").exists()
 
 
 @pytest.mark.soak
