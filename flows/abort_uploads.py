@@ -4,14 +4,20 @@ from datetime import timedelta
 
 from prefect import flow
 
+from blocks import Bucket
 from millrace.cleanup import StaleUploads
+from millrace.errors import MillraceError, format_error
 from millrace.settings import Duration
 from millrace.storage import Right
-from tasks.cleaning import abort_stale_uploads, raise_failures, report_uploads
+from tasks.cleaning import (
+    abort_stale_uploads,
+    raise_bucket_errors,
+    raise_failures,
+    report_uploads,
+)
 from tasks.forms import draw_form
 from tasks.locations import (
     BucketLocation,
-    describe_bucket,
     find_location,
     make_store_spec,
     skip_run,
@@ -33,21 +39,28 @@ def abort_uploads(
         older_than: Age of the uploads, by the store's clock. Choose more than any upload takes.
         dry_run: Only show the uploads.
     """
-    found: dict[str, StaleUploads] = {}
-    missing: list[str] = []
-    for bucket in buckets:
-        location = find_location(bucket)
-        if location is None:
-            missing.append(describe_bucket(bucket))
-            continue
-        spec = make_store_spec(location, Right.WRITE)
-        found[spec.url] = abort_stale_uploads(spec, older_than, dry_run=dry_run)
+    locations = [find_location(bucket) for bucket in buckets]
+    missing = [one for one, location in zip(buckets, locations, strict=True) if location is None]
     if missing:
         skipped_state = skip_run(missing, "nothing was looked at there, and nothing aborted")
-        if not found:
+        if len(missing) == len(buckets):
             return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
-    if found:
-        report_uploads(found)
+    found: dict[str, StaleUploads] = {}
+    faults: dict[str, MillraceError] = {}
+    for location in locations:
+        if location is None:
+            continue
+        url = location.url if isinstance(location, Bucket) else location
+        try:
+            spec = make_store_spec(location, Right.WRITE)
+            found[url] = abort_stale_uploads(spec, older_than, dry_run=dry_run)
+        except MillraceError as error:  # the other buckets are cleaned
+            faults[url] = error
+    report_uploads(found, {url: format_error(error) for url, error in faults.items()})
     for url, one in found.items():
-        raise_failures(url, one.failures)
+        try:
+            raise_failures(url, one.failures)
+        except MillraceError as error:
+            faults[url] = error
+    raise_bucket_errors(faults)
     return found

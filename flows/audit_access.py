@@ -12,7 +12,7 @@ from millrace.errors import ConfigurationError, DeniedError
 from millrace.storage import Right
 from tasks.auditing import audit_buckets, report_audit
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, describe_bucket, find_location, skip_run
+from tasks.locations import BucketLocation, find_location, skip_run
 from tasks.run_names import make_name
 
 
@@ -46,12 +46,12 @@ class FoundRoles(NamedTuple):
 
     Attributes:
         roles: Roles by their names.
-        missing: Descriptions of blocks that do not exist yet.
+        missing: Names of blocks that do not exist yet.
         notes: Sentences about buckets that are not audited.
     """
 
     roles: dict[str, AuditedRole]
-    missing: list[str]
+    missing: list[Bucket | str]
     notes: list[str]
 
 
@@ -65,7 +65,7 @@ def find_roles(buckets: Iterable[AuditedBucket]) -> FoundRoles:
     for one in buckets:
         bucket = find_location(one.bucket)
         if bucket is None:
-            found.missing.append(describe_bucket(one.bucket))
+            found.missing.append(one.bucket)
             continue
         if not isinstance(bucket, Bucket):
             raise ConfigurationError(

@@ -27,10 +27,10 @@ from millrace.cleanup import (
     read_plan,
 )
 from millrace.cleanup.wiping import delete_plan
-from millrace.errors import MillraceError
+from millrace.errors import ConfigurationError, MillraceError, format_error
 from millrace.storage import ObjectFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
-from tasks.locations import describe_bucket, find_location, make_store_spec, skip_run
+from tasks.locations import find_location, is_scheduled, make_store_spec, skip_run
 from tasks.progress import CleaningProgress
 from tasks.reports import (
     SHOWN_ROWS,
@@ -72,11 +72,19 @@ def clean_with_rules(
         The plan of a dry run, otherwise the result; None if a block does not exist yet.
 
     Raises:
+        ConfigurationError: A block does not exist, and the run may not skip its work (`skip_run`).
         MillraceError: Some objects could not be deleted. The report names the objects.
     """
-    locations = [find_location(name) for name in (bucket, *related_buckets)]
-    named = zip((bucket, *related_buckets), locations, strict=True)
-    if missing := [describe_bucket(name) for name, location in named if location is None]:
+    names = (bucket, *related_buckets)
+    locations = [find_location(name) for name in names]
+    missing = [name for name, location in zip(names, locations, strict=True) if location is None]
+    if missing and locations[0] is not None and not is_scheduled():
+        raise ConfigurationError(
+            f"There is no Millrace Bucket block {missing[0]} (`related_buckets`), whose leases "
+            "protect objects here. Make the block with `millrace setup`, correct the name, or set "
+            "`related_buckets: []` if no other bucket belongs to these runs."
+        )
+    if missing:
         return skip_run(  # pyright: ignore[reportReturnType] - Prefect's way
             missing, "nothing was looked at, and nothing deleted"
         )
@@ -100,6 +108,22 @@ def clean_with_rules(
     report_cleaning(made, done)
     raise_failures(store.url, done.failures)
     return done
+
+
+def raise_bucket_errors(faults: Mapping[str, MillraceError]) -> None:
+    """Fail a run because of errors of some of its buckets.
+
+    Args:
+        faults: Error of each bucket, by its URL or name.
+
+    Raises:
+        MillraceError: There is an error. Of several, the message has each.
+    """
+    if len(faults) == 1:
+        raise next(iter(faults.values()))
+    if faults:
+        sentences = " ".join(f"{name}: {format_error(error)}" for name, error in faults.items())
+        raise MillraceError(f"{len(faults)} buckets failed. {sentences}")
 
 
 def raise_failures(url: str, failures: tuple[ObjectFailure, ...]) -> None:
@@ -230,9 +254,14 @@ def report_cleaning(plan: CleanupPlan, done: CleanupResult) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-def report_uploads(found: Mapping[str, StaleUploads]) -> None:
-    """Publish the report of the unfinished uploads."""
-    text = describe_uploads(found)
+def report_uploads(found: Mapping[str, StaleUploads], faults: Mapping[str, str]) -> None:
+    """Publish the report of the unfinished uploads.
+
+    Args:
+        found: Uploads of each bucket, by its URL.
+        faults: Errors of other buckets, by their URLs or names.
+    """
+    text = describe_uploads(found, faults)
     publish_report(text, key="unfinished-uploads", description="Unfinished uploads")
 
 
@@ -305,8 +334,13 @@ def describe_cleaning(plan: CleanupPlan, done: CleanupResult) -> Markdown:
     )
 
 
-def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
-    """Return the report of unfinished uploads."""
+def describe_uploads(found: Mapping[str, StaleUploads], faults: Mapping[str, str]) -> Markdown:
+    """Return the report of unfinished uploads.
+
+    Args:
+        found: Uploads of each bucket, by its URL.
+        faults: Errors of other buckets, by their URLs or names.
+    """
     aborted = any(one.is_aborted for one in found.values())
     whole = sum(one.size for one in found.values())
     done = sum(len(one.successes) for one in found.values())
@@ -322,7 +356,15 @@ def describe_uploads(found: Mapping[str, StaleUploads]) -> Markdown:
             format_size(whole),
             estimate_monthly_cost(whole),
         ),
-        format_table(("Location", ">Uploads", ">Size", ">Younger uploads", ">Errors"), rows),
+        format_table(("Location", ">Uploads", ">Size", ">Younger uploads", ">Errors"), rows)
+        if rows
+        else Markdown(),
+        format_table(
+            ("Bucket that failed", "Error"),
+            [(format_code(name), error) for name, error in faults.items()],
+        )
+        if faults
+        else Markdown(),
         tabulate_failures(tuple(failure for one in found.values() for failure in one.failures)),
     )
 

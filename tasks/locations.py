@@ -3,12 +3,13 @@
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from prefect import State, get_client, get_run_logger
+from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -177,13 +178,23 @@ def require_location(location: Bucket | str) -> Bucket | str:
     return found
 
 
-def skip_run(missing: Sequence[str], consequence: str) -> State[None]:
+def skip_run(
+    buckets: Sequence[Bucket | str], consequence: str, others: Sequence[str] = ()
+) -> State[None]:
     """Log that blocks do not exist, and return the state of a run that does nothing.
 
     Args:
-        missing: Missing blocks, each with its type.
+        buckets: Names of missing blocks of buckets.
         consequence: Skipped work, as the end of the sentence.
+        others: Other missing blocks, each with its type.
+
+    Raises:
+        ConfigurationError: A person has named a block of a bucket (`may_skip`).
     """
+    for bucket in buckets:
+        if not may_skip(bucket):
+            require_location(bucket)
+    missing = [*(f"Millrace Bucket block {bucket}" for bucket in buckets), *others]
     message = (
         f"There is no {' and no '.join(missing)}: {consequence}. `millrace setup` makes blocks."
     )
@@ -191,9 +202,42 @@ def skip_run(missing: Sequence[str], consequence: str) -> State[None]:
     return Completed(message=message)
 
 
-def describe_bucket(location: Bucket | str) -> str:
-    """Return the name of a bucket's block for messages."""
-    return f"Millrace Bucket block {location}"
+def is_scheduled() -> bool:
+    """Decide whether a schedule has started the current flow run."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return run is not None and run.auto_scheduled
+
+
+def may_skip(name: object) -> bool:
+    """Decide whether the current flow run may do nothing because a block does not exist yet.
+
+    It may if a schedule has started the run, or if the name is one of the deployment's defaults. A
+    name that a person has typed must be right.
+
+    Args:
+        name: Name of the block.
+    """
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or run.deployment_id is None or run.auto_scheduled:
+        return run is not None and run.auto_scheduled
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment(run.deployment_id)
+    drawn = (deployment.parameter_openapi_schema or {}).get("properties", {})
+    defaults = [one.get("default") for one in drawn.values()]
+    return name in list(_list_texts([*defaults, deployment.parameters]))
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """Yield the texts in lists and dicts of parameters."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _list_texts(list(cast("dict[str, Any]", value).values()))
+    elif isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _list_texts(one)
 
 
 def list_bucket_names() -> list[str]:

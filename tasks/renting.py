@@ -39,7 +39,7 @@ from millrace.rentals import (
 from millrace.storage import Right, open_store
 from millrace.swarm import Host, Hosts
 from tasks.formatting import format_count, make_artifact_key
-from tasks.locations import describe_bucket, find_block, find_location, make_store_spec, skip_run
+from tasks.locations import find_block, find_location, make_store_spec, may_skip, skip_run
 from tasks.progress import RentalProgress
 from tasks.reports import (
     Markdown,
@@ -83,12 +83,11 @@ def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSett
         The settings, or the state of a run that does nothing because a block is missing.
 
     Raises:
-        ConfigurationError: Machines are rented, and the block of the account is missing.
+        ConfigurationError: Machines are rented, and the block of the account is missing; or a
+            person has named a block that does not exist.
     """
     location = find_location(bucket)
     credentials = vast if isinstance(vast, VastCredentials) else find_block(VastCredentials, vast)
-    missing = [describe_bucket(bucket)] if location is None else []
-    missing += [f"Vast.ai Credentials block {vast}"] if credentials is None else []
     if (
         location is not None
         and credentials is None
@@ -100,7 +99,14 @@ def find_ledger(bucket: Bucket | str, vast: VastCredentials | str) -> LedgerSett
             "machines can be released."
         )
     if location is None or credentials is None:
-        return skip_run(missing, "nothing was looked at, and nothing released")
+        missing = [vast] if credentials is None else []
+        if not all(map(may_skip, missing)):
+            return require_ledger(bucket, vast)
+        return skip_run(
+            [bucket] if location is None else [],
+            "nothing was looked at, and nothing released",
+            [f"Vast.ai Credentials block {name}" for name in missing],
+        )
     return LedgerSettings(
         store=make_store_spec(location, Right.WRITE), account=make_account(credentials)
     )

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -102,26 +104,54 @@ def test_what_could_not_be_deleted_fails_the_run_and_is_named(
 
 
 def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
-    prefect_api: PrefectServer,
+    deployed: PrefectServer, prefect_api: PrefectServer
 ) -> None:
-    """The server has no blocks: what `prefect deploy --all` schedules does this."""
+    """The server has no blocks: a person has changed no name of the deployment."""
     for name in ("gradients", "aggregator", "dataset"):
         with contextlib.suppress(ValueError):
             Bucket.delete(name)
-    done = prefect_api.call(
-        clean_bucket, bucket="gradients", related_buckets=["aggregator"], dry_run=False
-    )
+    done = deployed.run_here("clean-bucket/clean-bucket", dry_run=False)
     assert done.code == 0, done.output
     assert "cleaning" not in prefect_api.read_artifacts(done.run)
     none = "There is no Millrace Bucket block"
     said = f"{none} gradients and no Millrace Bucket block aggregator: nothing was looked at"
     wait_until(lambda: said in prefect_api.read_logs(done.run) or None, "that there is no block")
-    done = prefect_api.call(
-        abort_uploads, buckets=["gradients", "dataset", "aggregator"], dry_run=False
-    )
+    done = deployed.run_here("abort-uploads/abort-uploads", dry_run=False)
     assert done.code == 0, done.output
     said = "Millrace Bucket block dataset and no"
     wait_until(lambda: said in prefect_api.read_logs(done.run) or None, "that there is no block")
+
+
+def test_a_missing_related_bucket_fails_a_run_that_a_person_has_started(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    """The deployment names one by default, whatever bucket is cleaned."""
+    none = f"none-{uuid4().hex[:8]}"
+    done = prefect_api.call(clean_bucket, bucket=str(tmp_path), related_buckets=[none])
+    assert done.code == 1
+    assert f"There is no Millrace Bucket block {none} (`related_buckets`)" in done.output
+    assert "set `related_buckets: []` if no other bucket belongs to these runs" in done.output
+
+
+def test_uploads_are_aborted_in_the_buckets_after_one_that_fails(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.joinpath("words").mkdir(parents=True)
+        half = folder / "words/manifest.json#12345678901234567890"
+        half.write_bytes(b"x")
+        os.utime(half, (1, 1))
+    buckets = [str(first), str(tmp_path / "none"), str(tmp_path / "neither"), str(second)]
+    done = prefect_api.call(abort_uploads, buckets=buckets, dry_run=False)
+    assert done.code == 1
+    assert "2 buckets failed." in done.output
+    assert all(bucket in done.output for bucket in buckets[1:3])
+    assert list(tmp_path.rglob("*#*")) == []
+    report = prefect_api.read_artifacts(done.run)["unfinished-uploads"]
+    assert "2 unfinished uploads aborted" in report
+    assert "| Bucket that failed | Error |" in report
+    assert f"| `{tmp_path / 'none'}` |" in report
 
 
 def test_schedules_delete_and_what_is_started_by_hand_does_not(deployed: PrefectServer) -> None:

@@ -10,13 +10,23 @@ from uuid import uuid4
 import pytest
 import yaml
 from prefect import Flow, State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.flow_engine import run_flow
+from prefect.states import Pending
 
 from blocks import Bucket, BucketRole
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
 from millrace.errors import ConfigurationError
 from millrace.testing.process import REPOSITORY
-from tests.prefect_server import PrefectServer
+from tests.prefect_server import PrefectServer, wait_until
 
 BLOCKS = {"gradients", "dataset", "aggregator"}
 
@@ -45,6 +55,39 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
             return value
 
 
+def import_flow(name: str) -> Flow[..., Any]:
+    """The flow of a deployment."""
+    made = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    (entrypoint,) = (one["entrypoint"] for one in made if one["name"] == name)
+    module, _, function = entrypoint.rpartition(".")
+    return getattr(importlib.import_module(module), function)
+
+
+def run_scheduled(
+    server: PrefectServer, name: str, parameters: dict[str, Any], others: dict[str, Any]
+) -> State[Any]:
+    """Run now, and with other parameters, what the server has scheduled for later."""
+    with server.make_client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}").id
+
+        def find() -> FlowRun | None:
+            runs = client.read_flow_runs(
+                flow_run_filter=FlowRunFilter(
+                    deployment_id=FlowRunFilterDeploymentId(any_=[deployment]),
+                    state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Scheduled"])),
+                ),
+                sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            )
+            return next((one for one in runs if one.parameters == parameters), None)
+
+        run = wait_until(find, f"a scheduled run of {name}")
+        client.update_flow_run(run.id, parameters=others)
+        client.set_flow_run_state(run.id, Pending(), force=True)
+        return run_flow(
+            import_flow(name), client.read_flow_run(run.id), others, return_type="state"
+        )  # pyright: ignore[reportReturnType]
+
+
 def warnings_of_runs(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings and errors that runs of flows and tasks have logged, and the engine in them."""
     return [
@@ -57,15 +100,16 @@ def warnings_of_runs(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name, _, _ in schedules()])
 def test_a_scheduled_run_without_its_blocks_completes_and_says_so(
-    prefect_api: PrefectServer, name: str, caplog: pytest.LogCaptureFixture
+    deployed: PrefectServer,
+    prefect_api: PrefectServer,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = next((one, schedule) for each, one, schedule in schedules() if each == name)
     parameters = {**found[0].get("parameters", {}), **found[1].get("parameters", {})}
     names = {each: f"{each}-{uuid4().hex[:8]}" for each in BLOCKS}  # none has such a block
-    module, _, function = found[0]["entrypoint"].rpartition(".")
-    run: Flow[..., Any] = getattr(importlib.import_module(module), function)
 
-    state: State[Any] = run(**renamed(parameters, names), return_state=True)
+    state = run_scheduled(deployed, found[0]["name"], parameters, renamed(parameters, names))
 
     assert state.is_completed(), state.message
     said = re.fullmatch(
@@ -77,20 +121,52 @@ def test_a_scheduled_run_without_its_blocks_completes_and_says_so(
     assert warnings_of_runs(caplog) == []
 
 
+TYPED: dict[str, dict[str, Any]] = {
+    "abort-uploads": {"buckets": ["dataset"]},
+    "audit-access": {"buckets": [{"bucket": "dataset"}]},
+    "clean-bucket": {"bucket": "dataset", "related_buckets": []},
+    "clean-versions": {"bucket": "dataset", "related_buckets": [], "current_version": "0.2.11"},
+    "delete-gathers": {"bucket": "dataset", "version": "0.2.1"},
+    "reap-machines": {"bucket": "dataset"},
+    "verify-checkpoints": {"bucket": "dataset"},
+    "verify-datasets": {"bucket": "dataset"},
+}
+"""Parameters with the name of a bucket, for each flow that a schedule may start without a block."""
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_name_that_a_person_has_mistyped_fails_the_run(
+    deployed: PrefectServer, prefect_api: PrefectServer, name: str
+) -> None:
+    typed = f"datasett-{uuid4().hex[:8]}"
+    done = deployed.run_here(f"{name}/{name}", **renamed(TYPED[name], {"dataset": typed}))
+    assert done.code == 1, done.output
+    assert f"There is no Millrace Bucket block '{typed}'. There" in done.output
+    with pytest.raises(ConfigurationError, match=f"no Millrace Bucket block '{typed}'"):
+        import_flow(name)(**renamed(TYPED[name], {"dataset": typed}))
+
+
 def test_the_reaper_is_quiet_where_there_is_no_account(
-    prefect_api: PrefectServer, caplog: pytest.LogCaptureFixture, tmp_path: Any
+    deployed: PrefectServer,
+    prefect_api: PrefectServer,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Any,
 ) -> None:
     """And who asks by hand what is rented hears that it is not known, not that it is nothing."""
     (tmp_path / "store").mkdir()
     name = f"dataset-{uuid4().hex[:8]}"
     Bucket(role=BucketRole.DATASET, url=(tmp_path / "store").as_uri()).save(name)
     nobody = f"vast-{uuid4().hex[:8]}"
-    state: State[Any] = reap_machines(name, nobody, dry_run=False, return_state=True)
+    given = {"bucket": "dataset", "dry_run": False}
+    state = run_scheduled(
+        deployed, "reap-machines", given, {**given, "bucket": name, "vast": nobody}
+    )
     assert state.is_completed()
     assert f"no Vast.ai Credentials block {nobody}: nothing was looked at" in (state.message or "")
     assert warnings_of_runs(caplog) == []
-    with pytest.raises(ConfigurationError, match=r"no Vast\.ai Credentials block"):
-        list_machines(name, nobody)
+    for asked in (list_machines, reap_machines):
+        with pytest.raises(ConfigurationError, match=r"no Vast\.ai Credentials block"):
+            asked(name, nobody)
     Bucket.delete(name)
 
 
