@@ -3,6 +3,7 @@
 from prefect import flow
 
 from millrace.checkpoints import VerifyDepth
+from millrace.errors import format_error
 from millrace.storage import Right
 from tasks.checkpointing import (
     CheckpointVerification,
@@ -44,7 +45,14 @@ def verify_checkpoints(
         return skip_run([bucket], "nothing was verified")  # pyright: ignore[reportReturnType] - Prefect's way
     spec = make_store_spec(found_bucket, Right.READ)
     check_right(found_bucket, Right.READ)
-    found = [seen for job in jobs or list_jobs(spec) for seen in verify_job(spec, job, depth)]
+    found: list[CheckpointVerification] = []
+    try:
+        for job in jobs or list_jobs(spec):
+            found += verify_job(spec, job, depth)
+    except BaseException as error:
+        if found:
+            report_checkpoints(spec.url, found, depth, format_error(error))
+        raise
     report_checkpoints(spec.url, found, depth)
     check_verification(spec.url, jobs or (), found)
     return found

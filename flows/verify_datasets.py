@@ -4,7 +4,7 @@ from prefect import flow
 
 from millrace.checkpoints import VerifyDepth
 from millrace.datasets import Verification
-from millrace.errors import CorruptError
+from millrace.errors import CorruptError, NotFoundError, format_error
 from millrace.storage import Right
 from tasks.formatting import format_count
 from tasks.forms import draw_form
@@ -19,6 +19,7 @@ from tasks.locations import (
 from tasks.run_names import make_name
 from tasks.verifying import (
     list_complete_datasets,
+    make_failed_verification,
     report_verifications,
     verify_mirror,
     verify_shards,
@@ -51,12 +52,22 @@ def verify_datasets(
     with_digests = depth is VerifyDepth.DIGESTS
     mirrors = make_mirror_specs(found_bucket)
     found: dict[str, Verification] = {}
-    for dataset in datasets or list_complete_datasets(spec):
-        found[dataset] = verify_shards(spec, dataset, with_digests=with_digests)
-        for mirror in mirrors:
-            found[f"{dataset} in {mirror.url}"] = verify_mirror(
-                spec, mirror, dataset, with_digests=with_digests
-            )
+    try:
+        for dataset in datasets or list_complete_datasets(spec):
+            try:
+                found[dataset] = verify_shards(spec, dataset, with_digests=with_digests)
+                for mirror in mirrors:
+                    found[f"{dataset} in {mirror.url}"] = verify_mirror(
+                        spec, mirror, dataset, with_digests=with_digests
+                    )
+            except (CorruptError, NotFoundError) as error:  # the others are verified
+                if datasets:
+                    raise
+                found[dataset] = make_failed_verification(dataset, error, with_digests=with_digests)
+    except BaseException as error:
+        if found:
+            report_verifications(spec.url, found, format_error(error))
+        raise
     report_verifications(spec.url, found)
     faults = sum(len(seen.all_faults) for seen in found.values())
     if faults:

@@ -37,6 +37,7 @@ from tasks.reports import (
     format_link,
     format_markdown,
     format_table,
+    format_unfinished,
     join,
     join_blocks,
     publish_report,
@@ -225,19 +226,35 @@ def _format_destination(url: str, page: str) -> Markdown:
 
 
 @task(cache_policy=NO_CACHE)
-def report_checkpoints(url: str, found: list[CheckpointVerification], depth: VerifyDepth) -> None:
-    """Publish the report of the verified checkpoints."""
+def report_checkpoints(
+    url: str, found: list[CheckpointVerification], depth: VerifyDepth, end: str = ""
+) -> None:
+    """Publish the report of the verified checkpoints.
+
+    Args:
+        url: URL of the bucket.
+        found: Result of each checkpoint.
+        depth: Depth of the verification.
+        end: Error that ended the run before all jobs were verified; empty without one.
+    """
     publish_report(
-        describe_verification(url, found, depth),
+        describe_verification(url, found, depth, end),
         key="verified-checkpoints",
         description="Result of the verification",
     )
 
 
 def describe_verification(
-    url: str, found: list[CheckpointVerification], depth: VerifyDepth
+    url: str, found: list[CheckpointVerification], depth: VerifyDepth, end: str = ""
 ) -> Markdown:
-    """Return the report of the verified checkpoints."""
+    """Return the report of the verified checkpoints.
+
+    Args:
+        url: URL of the bucket.
+        found: Result of each checkpoint.
+        depth: Depth of the verification.
+        end: Error that ended the run before all jobs were verified; empty without one.
+    """
     if not found:
         return format_markdown("{} has no checkpoint, so nothing was verified.", format_code(url))
     damaged = [seen for seen in found if seen.faults]
@@ -253,6 +270,7 @@ def describe_verification(
             verdict,
             extent,
         ),
+        format_unfinished(end),
         format_table(("Job", ">Step", ">Files", ">Size", "State"), map(_make_row, ordered)),
     )
 

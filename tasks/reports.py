@@ -135,6 +135,13 @@ def tabulate_failures(failures: Sequence[ObjectFailure]) -> Markdown:
     return format_table(("Object", "Error"), rows, SHOWN_ROWS) if rows else Markdown()
 
 
+def format_unfinished(end: str) -> Markdown:
+    """Return a sentence about the error that ended a run before all was done; empty without one."""
+    if not end:
+        return Markdown()
+    return format_markdown("**The run ended before all was verified:** {}", end)
+
+
 def format_bullets(items: Iterable[object]) -> Markdown:
     """Return a list. Plain strings in it are escaped."""
     return Markdown("\n".join(f"- {_escape_plain(item)}" for item in items))

@@ -5,6 +5,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace import datasets, errors
 from millrace.datasets import Verification
+from millrace.errors import format_error
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, exists, open_store
 from tasks.formatting import format_count, format_size
@@ -13,6 +14,7 @@ from tasks.reports import (
     format_code,
     format_markdown,
     format_table,
+    format_unfinished,
     join_blocks,
     publish_report,
 )
@@ -23,7 +25,7 @@ _SHOWN = 100  # faulty objects in a report
 
 @retried_task
 def list_complete_datasets(spec: StoreSpec) -> list[str]:
-    """Return the complete datasets below a store's URL, at most four folders deep."""
+    """Return the complete datasets below a store's URL, also those below other datasets."""
     store = open_store(spec, make_folder=False)
     names = datasets.find_datasets(store)
     return [name for name in names if exists(store, DatasetKeys(name).manifest)]
@@ -68,25 +70,51 @@ def verify_mirror(
         )
 
 
+def make_failed_verification(
+    dataset: str, error: errors.MillraceError, *, with_digests: bool
+) -> Verification:
+    """Return the result of a verification that an error of the dataset itself has ended."""
+    fault = datasets.ShardFault(DatasetKeys(dataset).manifest, format_error(error))
+    return Verification(0, 0, (), with_digests, other_faults=(fault,))
+
+
 @task(cache_policy=NO_CACHE)
-def report_verifications(url: str, found: dict[str, Verification]) -> None:
-    """Publish the report of the verified datasets."""
+def report_verifications(url: str, found: dict[str, Verification], end: str = "") -> None:
+    """Publish the report of the verified datasets.
+
+    Args:
+        url: URL of the bucket.
+        found: Result of each dataset.
+        end: Error that ended the run before all datasets were verified; empty without one.
+    """
     publish_report(
-        describe_verifications(url, found),
+        describe_verifications(url, found, end),
         key="verified-datasets",
         description="Result of the verification",
     )
 
 
-def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown:
-    """Return the report of the verified datasets."""
+def describe_verifications(url: str, found: dict[str, Verification], end: str = "") -> Markdown:
+    """Return the report of the verified datasets.
+
+    Args:
+        url: URL of the bucket.
+        found: Result of each dataset.
+        end: Error that ended the run before all datasets were verified; empty without one.
+    """
+    if not found:
+        return format_markdown(
+            "{} has no complete dataset, so nothing was verified.", format_code(url)
+        )
     faults = [
         (format_code(fault.key), fault.reason)
         for seen in found.values()
         for fault in seen.all_faults
     ]
     shards = sum(len(seen.faults) for seen in found.values())
-    parts = [f"{format_count(shards, 'shard')} at fault" if shards else "every shard is there"]
+    parts = [f"{format_count(shards, 'shard')} at fault"] if shards else []
+    if not shards and all(seen.shards or not seen.other_faults for seen in found.values()):
+        parts = ["every shard is there"]  # otherwise a manifest could not be read
     if others := sum(len(seen.other_faults) for seen in found.values()):
         parts.append(f"{format_count(others, 'other object')} at fault")
     if strays := sum(len(seen.strays) for seen in found.values()):
@@ -105,6 +133,7 @@ def describe_verifications(url: str, found: dict[str, Verification]) -> Markdown
             format_count(len(found), "complete dataset"),
             ", ".join(parts),
         ),
+        format_unfinished(end),
         format_table(("Dataset", ">Shards", ">Size", "Compared", ">Faulty shards"), rows),
         *(format_markdown("{}", note) for seen in found.values() for note in seen.notes),
         format_table(("Object", "Fault"), faults, _SHOWN) if faults else Markdown(),

@@ -6,13 +6,12 @@ from enum import StrEnum
 
 from millrace import errors
 from millrace.dataset_ledger import describe_other_name
+from millrace.keys.checkpoints import CHECKPOINT_KEY
 from millrace.keys.datasets import DatasetKeys
 from millrace.lease import Census, HeldLease, StoreClock
 from millrace.records import fetch, iterate_records
 from millrace.schemas.dataset import DatasetPlan, PartitionEnd, ShardCommit
 from millrace.storage import Store, exists, list_folders
-
-_DEEPEST = 4  # folders in the name of a dataset that is found
 
 
 class PartitionState(StrEnum):
@@ -76,22 +75,24 @@ class DatasetStatus:
 
 
 def find_datasets(store: Store) -> list[str]:
-    """Return the datasets below a store's URL, at most four folders deep.
+    """Return the datasets below a store's URL, also those below other datasets.
 
-    One listing for each folder.
+    One listing for each folder. The folders of a dataset's own objects, and those of a checkpoint,
+    are not searched.
     """
     found: list[str] = []
-    folders = [(name, 1) for name in list_folders(store)]
+    folders = list_folders(store)
     while folders:
-        name, depth = folders.pop(0)
+        name = folders.pop(0)
         try:
             keys = DatasetKeys(name)
         except errors.ConfigurationError:
             continue  # not a name that a dataset can have
+        if CHECKPOINT_KEY.fullmatch(keys.plan):
+            continue  # a bucket may have thousands of checkpoints
         if exists(store, keys.plan):
             found.append(name)
-        elif depth < _DEEPEST:
-            folders += [(f"{name}/{below}", depth + 1) for below in list_folders(store, f"{name}/")]
+        folders += [f"{name}/{below}" for below in list_folders(store, f"{name}/")]
     return found
 
 

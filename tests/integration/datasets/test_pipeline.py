@@ -957,6 +957,16 @@ def test_status_tells_from_the_bucket_alone_how_far_it_is(settings):
     assert find_datasets(store) == ["sets/one"]
 
 
+def test_datasets_are_found_below_others_and_at_any_depth(tmp_path):
+    store = open_store(tmp_path.as_uri())
+    deep = "/".join("abcdefghijklmnop")  # 16 folders
+    for name in (
+        "wiki", "wiki/en", deep, f"{deep}/q", "wiki/shards/x", "x/checkpoints/step_000000001/y",
+    ):  # fmt: skip
+        put(store, f"{name}/plan.json", b"{}")
+    assert find_datasets(store) == ["wiki", "wiki/en", deep]
+
+
 def test_a_damaged_commit_costs_itself_and_is_named(settings):
     """Status counts all others, and what needs the whole ledger says which one is damaged."""
     shard_dataset(settings)

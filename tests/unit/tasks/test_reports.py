@@ -115,6 +115,32 @@ def test_a_verification_names_each_shard_at_fault() -> None:
     assert "every shard is there, 1 other object at fault." in text
 
 
+def test_a_verification_of_no_dataset_says_that_nothing_was_verified() -> None:
+    text = verifying.describe_verifications("s3://bucket", {})
+    assert text == "`s3://bucket` has no complete dataset, so nothing was verified."
+
+
+def test_an_unreadable_manifest_is_a_fault_and_no_shard_of_it_is_called_there() -> None:
+    error = errors.CorruptError("s3://bucket/words/manifest.json is damaged.")
+    found = {
+        "others": Verification(1, 9, (), includes_digests=True),
+        "words": verifying.make_failed_verification("words", error, with_digests=False),
+    }
+    text = verifying.describe_verifications("s3://bucket", found)
+    assert text.startswith("`s3://bucket`: 2 complete datasets, 1 other object at fault.")
+    assert f"| `words/manifest.json` | {reports.escape(str(error))} |" in text
+
+
+def test_the_report_of_a_verification_that_an_error_has_ended_says_so() -> None:
+    said = "**The run ended before all was verified:** no answer"
+    found = {"words": Verification(1, 9, (), includes_digests=True)}
+    assert said in verifying.describe_verifications("s3://bucket", found, "no answer")
+    text = checkpointing.describe_verification(
+        "s3://bucket", [verified("a")], VerifyDepth.SIZES, "no answer"
+    )
+    assert said in text
+
+
 def test_words() -> None:
     assert [format_size(n) for n in (999, 1_500, 2e9)] == ["999 bytes", "1.5 kB", "2.0 GB"]
     assert [format_duration(s) for s in (3.14, 252, 7300)] == ["3.1 s", "4 min 12 s", "2 h 1 min"]
