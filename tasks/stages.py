@@ -6,12 +6,22 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from tasks.formatting import format_duration
-from tasks.reports import Markdown, escape, format_link, format_table
+from tasks.reports import (
+    Markdown,
+    escape,
+    format_link,
+    format_markdown,
+    format_table,
+    join_blocks,
+)
+
+_SHOWN = 200  # stages in a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,11 @@ def list_stage_runs() -> list[StageRun]:
         return []
     children = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(current)]))
     with get_client(sync_client=True) as client:
-        runs = client.read_flow_runs(flow_run_filter=children, sort=FlowRunSort.START_TIME_ASC)
+        runs: list[FlowRun] = []
+        while page := client.read_flow_runs(
+            flow_run_filter=children, sort=FlowRunSort.START_TIME_ASC, offset=len(runs)
+        ):
+            runs += page
     return [
         StageRun(
             name=run.name,
@@ -55,9 +69,10 @@ def list_stage_runs() -> list[StageRun]:
 
 
 def format_stages(stages: Sequence[StageRun]) -> Markdown:
-    """Return a table of stages, each with a link to its run; empty without a stage."""
+    """Return a table of the newest stages, each with a link to its run; empty without a stage."""
     if not stages:
         return Markdown()
+    stages, hidden = stages[-_SHOWN:], len(stages[:-_SHOWN])
     rows = [
         (
             format_link(stage.name, stage.url) if stage.url else escape(stage.name),
@@ -70,4 +85,5 @@ def format_stages(stages: Sequence[StageRun]) -> Markdown:
     columns = ["Run", "State", ">Time", "Reason"]
     if not any(stage.reason for stage in stages):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return format_table(columns, rows)
+    earlier = format_markdown("{:,} earlier runs are not shown.", hidden)
+    return join_blocks(format_table(columns, rows), earlier if hidden else Markdown())

@@ -8,7 +8,7 @@ from millrace.datasets import ShardFault, ShardReport, Verification
 from millrace.digest import compute_digest
 from millrace.schemas.dataset import Manifest, ManifestShard, SourceRecord
 from millrace.swarm import NodeReport, PrewarmReport
-from tasks import checkpointing, reports, sharding, verifying, warming
+from tasks import checkpointing, reports, sharding, stages, verifying, warming
 from tasks.formatting import format_duration, format_size, make_artifact_key
 from tasks.sharding import ShardingResult
 from tasks.warming import PrewarmResult
@@ -139,6 +139,15 @@ def test_the_report_of_a_verification_that_an_error_has_ended_says_so() -> None:
         "s3://bucket", [verified("a")], VerifyDepth.SIZES, "no answer"
     )
     assert said in text
+
+
+def test_the_newest_stages_are_shown() -> None:
+    runs = [stages.StageRun(f"run-{n}", "Completed", "", 1.0, None) for n in range(203)]
+    assert "are not shown" not in stages.format_stages(runs[:200])
+    text = stages.format_stages(runs)
+    assert "run-202" in text
+    assert "run-2 " not in text
+    assert "3 earlier runs are not shown." in text
 
 
 def test_words() -> None:
