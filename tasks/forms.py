@@ -221,6 +221,9 @@ class _Drawing:
         if hidden and schema.get("additionalProperties") is False:
             # A parameter from a command line may hold these settings, which the form does not show.
             schema["patternProperties"] = {f"^{name}$": one for name, one in hidden.items()}
+            # The error of `additionalProperties` would list the hidden names only.
+            schema["propertyNames"] = {"enum": [*ordered, *hidden]}
+            del schema["additionalProperties"]
 
     def _title_members(self, schema: JsonSchema) -> None:
         """Name the types that a person chooses from."""

@@ -13,6 +13,8 @@ import yaml
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_docstrings, parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError as PrefectValidationError
+from prefect.utilities.schema_tools.validation import validate
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.aggregate_gradients import aggregate_gradients
@@ -212,6 +214,16 @@ def test_what_no_setting_takes_is_still_refused() -> None:
     source = {"url": "file:///x", "exclude": None}
     with pytest.raises(Exception, match="exclude"):
         shard_dataset.validate_parameters({"dataset": "d", "source": source, "destination": "/x"})
+
+
+def test_the_error_of_a_mistyped_setting_has_the_names_that_the_form_shows() -> None:
+    schema = schema_of(shard_dataset)
+    given = {"dataset": "d", "source": {"url": "/x", "mirrors": []}, "destination": "/z"}
+    validate(given, schema, raise_on_error=True)
+    given["source"] = {"url": "/x", "colums": {"txt": "text"}}
+    with pytest.raises(PrefectValidationError, match=r"'colums' is not one of .*'columns'") as said:
+        validate(given, schema, raise_on_error=True)
+    assert "'mirrors'" in str(said.value)  # which a command line may set
 
 
 def test_mirrors_of_a_source_are_folded_and_read_from_there() -> None:
