@@ -35,9 +35,11 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     plan = plan.resolve_bucket()
     campaign = plan.make_campaign()
     check_right(plan.bucket, Right.WRITE, plan.name)
+    # A start that finds the campaign held leaves the report of the other one.
+    lease = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
+    with lease, campaign_tasks.report_failure(campaign):
+        run_stages(plan, campaign)
     with campaign_tasks.report_failure(campaign):
-        with campaigns.hold_campaign_lease(campaign.write_store, plan.name):
-            run_stages(plan, campaign)
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
     summary = campaign_tasks.summarize_campaign(campaign, cleaned)

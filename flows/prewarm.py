@@ -6,7 +6,7 @@ from typing import Any, cast
 from prefect import flow
 from prefect.blocks.system import Secret
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from blocks import VastCredentials
 from millrace.errors import ConfigurationError
@@ -88,6 +88,12 @@ class FilesRequest(InputLocation):
         pattern="^[0-9a-f]{64}$",
         description="With a key: expected SHA-256 of the object, if the store does not keep it.",
     )
+
+    @field_validator("key", "dataset", "checkpoint", "destination", "into", "sha256", mode="before")
+    @classmethod
+    def _drop_empty(cls, text: object) -> object:
+        """Take an empty field of a form for one that is not given."""
+        return None if text == "" else text
 
     def make_request(self, store: str) -> Request:
         """Return the engine's request."""

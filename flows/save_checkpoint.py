@@ -23,7 +23,7 @@ class CheckpointInput(InputLocation):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job: str = Field(description="Job of the checkpoint.")
+    job: str = Field(min_length=1, description="Job of the checkpoint.")
     step: int | None = Field(
         default=None, description="Step of the checkpoint; by default the newest."
     )

@@ -33,7 +33,15 @@ def record_dataset(report: ShardReport) -> None:
     """
     key, source = make_asset_key(report.url), _make_source_asset(report.source)
     if key is None:
-        get_run_logger().info("%s is recorded as no asset: its URL is no key.", report.url)
+        log = get_run_logger()
+        if report.url.startswith(_LOCAL):
+            log.debug("%s is recorded as no asset: it is a folder of this machine.", report.url)
+        else:
+            log.info(
+                "%s is recorded as no asset: Prefect takes no such characters in the key of an "
+                "asset.",
+                report.url,
+            )
         return
     manifest = report.manifest
     asset = Asset(

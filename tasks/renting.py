@@ -1,6 +1,7 @@
 """Tasks that rent, list and release machines."""
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC
 from typing import Any
 
 from prefect import Flow, State, task
@@ -263,7 +264,8 @@ def report_rentals(
     headline: str, machines: Iterable[MachineStatus], *, key: str = "rentals"
 ) -> None:
     """Publish a report of rented machines."""
-    columns = ("Rental", ">Instance", "Status", "Since", "Until", ">$/h", ">Cost", "Owner")
+    times = ("Since (UTC)", "Until (UTC)")
+    columns = ("Rental", ">Instance", "Status", *times, ">$/h", ">Cost", "Owner")
     rows = [_make_row(one) for one in machines]
     text = join_blocks(
         format_markdown("{}", headline), format_table(columns, rows) if rows else Markdown()
@@ -273,8 +275,8 @@ def report_rentals(
 
 def _make_row(one: MachineStatus) -> Sequence[object]:
     intent = one.attempt.intent if one.attempt else None
-    since = f"{intent.started_at:%d %b %H:%M}" if intent else "?"
-    until = f"{intent.deadline:%d %b %H:%M}" if intent else "?"
+    since = f"{intent.started_at.astimezone(UTC):%d %b %H:%M}" if intent else "?"
+    until = f"{intent.deadline.astimezone(UTC):%d %b %H:%M}" if intent else "?"
     owner = one.release_reason or one.owner or ("detached" if one.rental else "unknown label")
     return (
         format_code(one.rental or one.instance.label),

@@ -19,8 +19,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.aggregate_gradients import aggregate_gradients
 from flows.clean_bucket import clean_bucket
-from flows.prewarm import prewarm
+from flows.prewarm import FilesRequest, prewarm
 from flows.rent_machines import rent_machines
+from flows.save_checkpoint import CheckpointInput
 from flows.shard_dataset import shard_dataset
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import RunSettings
@@ -224,6 +225,14 @@ def test_the_error_of_a_mistyped_setting_has_the_names_that_the_form_shows() -> 
     with pytest.raises(PrefectValidationError, match=r"'colums' is not one of .*'columns'") as said:
         validate(given, schema, raise_on_error=True)
     assert "'mirrors'" in str(said.value)  # which a command line may set
+
+
+def test_an_empty_text_of_a_form_is_no_value() -> None:
+    names = ("key", "dataset", "checkpoint", "destination", "into", "sha256")
+    empty = FilesRequest.model_validate({"url": "/x", **dict.fromkeys(names, "")})
+    assert empty == FilesRequest(url="/x")
+    with pytest.raises(ValidationError, match="job"):
+        CheckpointInput(url="/x", job="")
 
 
 def test_mirrors_of_a_source_are_folded_and_read_from_there() -> None:
