@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
-from millrace.campaigns import commit_training
+from millrace.campaigns import commit_training, hold_campaign_lease
 from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import MillraceError, WorkerError
 from millrace.gradients import RunSettings
@@ -91,6 +91,19 @@ def test_a_script_that_fails_at_once_costs_no_window(
         run_campaign(CampaignPlan.model_validate(plan))
     chain = [path.name for path in (store / "small/run/gathers/1").rglob("0*.json")]
     assert chain == ["000000000.json"]  # no window was opened
+
+
+def test_a_start_of_a_running_campaign_leaves_the_report_of_the_campaign(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    source = {"url": tmp_path.as_uri(), "columns": {"txt": "text"}}
+    plan = {"name": "small", "bucket": url, "data": {"dataset": "words", "source": source}}
+    with hold_campaign_lease(StoreSpec(url=url), "small"):
+        done = prefect_api.call(run_campaign, plan=plan)
+    assert done.code == 1
+    assert "The campaign small is led by process" in done.output
+    assert "campaign-small" not in prefect_api.read_artifacts(done.run)
 
 
 def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
