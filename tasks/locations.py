@@ -218,10 +218,12 @@ def may_skip(name: object) -> bool:
     Args:
         name: Name of the block.
     """
+    if is_scheduled():
+        return True
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    if run is None or run.deployment_id is None or run.auto_scheduled:
-        return run is not None and run.auto_scheduled
+    if run is None or run.deployment_id is None:
+        return False
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment(run.deployment_id)
     drawn = (deployment.parameter_openapi_schema or {}).get("properties", {})
