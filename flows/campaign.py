@@ -20,6 +20,8 @@ from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
 from tasks.retries import tolerate
 
+_COOLDOWNS = 2  # runs of `cooldown` for an epoch: the second after an outage of the store
+
 
 @draw_form
 @flow(name="campaign", flow_run_name=make_run_name, on_crashed=hooks, on_cancellation=hooks)
@@ -69,7 +71,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
     """Train the epochs that have not ended yet."""
     campaign_tasks.commit_training(training.write_store, training.worker_settings)
     progress, rental = campaign_tasks.read_training_progress(training), plan.rental
-    if progress.has_ended(training):
+    if progress.has_ended:
         if rental is not None and campaign_tasks.has_unreleased_machines(training):
             release_machines(*rental)
         return
@@ -78,7 +80,7 @@ def train(plan: CampaignPlan, training: Training) -> None:
     group = rent_workers(training, rental) if rental else campaign_tasks.run_local_workers(training)
     with group as workers:
         campaign_tasks.await_workers(training, workers)
-        for epoch in range(training.options.epochs):
+        for epoch in progress.find_open_epochs(training):
             run_epoch(plan, training, epoch, workers)
         workers.wait_until_done(training.cooldown_timeout)
 
@@ -86,10 +88,28 @@ def train(plan: CampaignPlan, training: Training) -> None:
 def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
     """Merge the windows of an epoch, and end the epoch."""
     campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
-    if campaign_tasks.read_training_progress(training).needs_cooldown(training, epoch):
-        job, timeout = training.epoch_job, training.cooldown_timeout
-        with tolerate(UnavailableError, "The training goes on without a checkpoint"):
+    if campaign_tasks.needs_cooldown(training, epoch):
+        end_epoch(plan, training, epoch)
+
+
+def end_epoch(plan: CampaignPlan, training: Training, epoch: int) -> None:
+    """End an epoch, with a checkpoint or without one.
+
+    Workers wait for this before they begin a window of the next epoch.
+
+    Raises:
+        UnavailableError: The epoch has not ended: the store did not answer.
+    """
+    job, timeout = training.epoch_job, training.cooldown_timeout
+    for _ in range(_COOLDOWNS):
+        with tolerate(UnavailableError, f"Epoch {epoch} has no checkpoint"):
             run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
+        if campaign_tasks.has_epoch_ended(training, epoch):
+            return
+    raise UnavailableError(
+        f"Epoch {epoch} of {job} has not ended, and no worker goes on before: see the runs of "
+        "`cooldown` for the reason, and start the campaign again."
+    )
 
 
 def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:

@@ -15,7 +15,9 @@ from millrace.campaigns.progress import (
     RunAggregator,
     TrainingProgress,
     ensure_final_weights_saved,
+    has_epoch_ended,
     merge_epoch,
+    needs_cooldown,
     read_training_progress,
 )
 from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
@@ -47,10 +49,12 @@ __all__ = [
     "commit_training",
     "delete_prewarm_marker",
     "ensure_final_weights_saved",
+    "has_epoch_ended",
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",
     "merge_epoch",
+    "needs_cooldown",
     "read_training_progress",
     "summarize_campaign",
 ]

@@ -24,29 +24,21 @@ class TrainingProgress:
 
     Attributes:
         newest_window: Number of the newest merged window; -1 before the run has begun.
-        ended_epochs: Numbers of the epochs that have ended.
+        has_ended: Whether all windows are merged, and the last epoch has ended.
     """
 
     newest_window: int
-    ended_epochs: frozenset[int]
+    has_ended: bool = False
 
     @property
     def has_begun(self) -> bool:
         """True if the weights that the run begins with are committed."""
         return self.newest_window >= 0
 
-    def has_ended(self, training: Training) -> bool:
-        """Decide whether all windows are merged, and the last epoch has ended."""
-        all_merged = self.newest_window >= training.last_window
-        return all_merged and training.options.epochs - 1 in self.ended_epochs
-
-    def needs_cooldown(self, training: Training, epoch: int) -> bool:
-        """Decide whether an epoch still has to end with a checkpoint.
-
-        An epoch without one stays so once a window of the next epoch is merged.
-        """
-        is_past = self.newest_window > training.find_last_window(epoch)
-        return not is_past and epoch not in self.ended_epochs
+    def find_open_epochs(self, training: Training) -> range:
+        """Return the numbers of the epochs from that of the newest window on."""
+        epoch = max(0, self.newest_window - 1) // training.options.windows_per_epoch
+        return range(epoch, training.options.epochs)
 
 
 class MergedWindows(Protocol):
@@ -66,11 +58,30 @@ None means that another process aggregates the run: the flow then ends as comple
 
 
 def read_training_progress(training: Training) -> TrainingProgress:
-    """Return the progress of a training."""
-    store, job = open_store(training.write_store), training.epoch_job
-    epochs = range(training.options.epochs)
-    ended = frozenset(each for each in epochs if read_epoch_end(store, job, each) is not None)
-    return TrainingProgress(gradients.find_newest_window(store, training.run.chain_keys), ended)
+    """Return the progress of a training. One listing, and the record of the last epoch."""
+    store = open_store(training.write_store)
+    newest = gradients.find_newest_window(store, training.run.chain_keys)
+    is_merged = newest >= training.last_window
+    return TrainingProgress(
+        newest, is_merged and has_epoch_ended(training, training.options.epochs - 1)
+    )
+
+
+def needs_cooldown(training: Training, epoch: int) -> bool:
+    """Decide whether an epoch still has to end with a checkpoint.
+
+    An epoch without one stays so once a window of the next epoch is merged.
+    """
+    store = open_store(training.write_store)
+    newest = gradients.find_newest_window(store, training.run.chain_keys)
+    is_past = newest > training.find_last_window(epoch)
+    return not is_past and not has_epoch_ended(training, epoch)
+
+
+def has_epoch_ended(training: Training, epoch: int) -> bool:
+    """Decide whether an epoch has ended, with a checkpoint or without one."""
+    store = open_store(training.write_store)
+    return read_epoch_end(store, training.epoch_job, epoch) is not None
 
 
 def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:

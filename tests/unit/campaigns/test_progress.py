@@ -11,10 +11,14 @@ from millrace.campaigns import (
     Training,
     TrainingProgress,
     ensure_final_weights_saved,
+    has_epoch_ended,
     merge_epoch,
+    needs_cooldown,
     read_training_progress,
     summarize_campaign,
 )
+from millrace.campaigns import progress as progress_module
+from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.digest import compute_digest
 from millrace.errors import HeldError, NoProgressError, WorkerError
 from millrace.gradients import (
@@ -27,8 +31,10 @@ from millrace.gradients import (
     select_weights,
 )
 from millrace.gradients.merging.links import read_link
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, digest_record
 from millrace.schemas.chain import MergedWorker
+from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, delete, open_store, put
 from tasks.campaign_tasks import describe_campaign
 from tests.support.campaigns.training import FakeWorkers, MakeTraining
@@ -93,19 +99,29 @@ class Aggregator:
 def test_a_run_begins_with_its_first_link(store: Store, make_training: MakeTraining) -> None:
     training = make_training()
     progress = read_training_progress(training)
-    assert progress == TrainingProgress(-1, frozenset())
+    assert progress == TrainingProgress(-1)
     assert not progress.has_begun
     begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     progress = read_training_progress(training)
-    assert progress == TrainingProgress(0, frozenset())
+    assert progress == TrainingProgress(0)
     assert progress.has_begun
+
+
+def set_progress(store: Store, training: Training, newest_window: int, ended: set[int]) -> None:
+    """Write names of links, and ends of epochs without a checkpoint."""
+    for window in range(newest_window + 1):
+        put(store, training.run.chain_keys.make_link_key(window), b"")
+    keys = CheckpointKeys(training.epoch_job)
+    for epoch in ended:
+        end = EpochRecord(job=keys.job, epoch=epoch, step=1, root=None, reason="late")
+        commit_once(store, keys.make_epoch_key(epoch), end)
 
 
 def test_an_epoch_whose_record_is_damaged_and_that_nobody_voted_on_has_not_ended(
     store: Store, make_training: MakeTraining
 ) -> None:
     put(store, "small/model/epochs/000001.json", b"junk")
-    assert read_training_progress(make_training()).ended_epochs == frozenset()
+    assert not has_epoch_ended(make_training(), 1)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +129,15 @@ def test_an_epoch_whose_record_is_damaged_and_that_nobody_voted_on_has_not_ended
     [(6, {0, 1}, True), (6, {1}, True), (6, {0}, False), (5, {0, 1}, False), (-1, set(), False)],
 )
 def test_a_training_has_ended_with_its_last_window_and_its_last_epoch(
-    make_training: MakeTraining, newest_window: int, ended: set[int], has_ended: bool
+    store: Store,
+    make_training: MakeTraining,
+    newest_window: int,
+    ended: set[int],
+    has_ended: bool,
 ) -> None:
-    progress = TrainingProgress(newest_window, frozenset(ended))
-    assert progress.has_ended(make_training()) is has_ended
+    training = make_training()
+    set_progress(store, training, newest_window, ended)
+    assert read_training_progress(training).has_ended is has_ended
 
 
 @pytest.mark.parametrize(
@@ -124,10 +145,39 @@ def test_a_training_has_ended_with_its_last_window_and_its_last_epoch(
     [(0, set(), True), (3, set(), True), (3, {0}, False), (4, set(), False)],
 )
 def test_an_epoch_without_a_checkpoint_stays_so_when_the_next_has_windows(
-    make_training: MakeTraining, newest_window: int, ended: set[int], needs: bool
+    store: Store, make_training: MakeTraining, newest_window: int, ended: set[int], needs: bool
 ) -> None:
-    progress = TrainingProgress(newest_window, frozenset(ended))
-    assert progress.needs_cooldown(make_training(), 0) is needs
+    training = make_training()
+    set_progress(store, training, newest_window, ended)
+    assert needs_cooldown(training, 0) is needs
+
+
+@pytest.mark.parametrize(
+    ("newest_window", "first"), [(-1, 0), (0, 0), (1, 0), (3, 0), (4, 1), (6, 1), (7, 2), (9, 2)]
+)
+def test_a_training_goes_on_in_the_epoch_of_its_newest_window(
+    make_training: MakeTraining, newest_window: int, first: int
+) -> None:
+    progress = TrainingProgress(newest_window)
+    assert progress.find_open_epochs(make_training(epochs=3)) == range(first, 3)
+
+
+def test_a_restart_reads_the_ends_of_its_own_epochs_only(
+    store: Store, make_training: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rented machines wait while a leader that was started again looks where the training is."""
+    training = make_training(epochs=100)
+    set_progress(store, training, 3 * 99, set(range(98)))
+    asked: list[int] = []
+
+    def count(store: Store, job: str, epoch: int) -> EpochRecord:
+        asked.append(epoch)
+        return read_epoch(store, job, epoch)
+
+    monkeypatch.setattr(progress_module, "read_epoch", count)
+    for epoch in read_training_progress(training).find_open_epochs(training):
+        needs_cooldown(training, epoch)
+    assert asked == [98, 99]
 
 
 def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(

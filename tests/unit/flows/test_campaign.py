@@ -1,5 +1,6 @@
 """Order of a campaign's steps."""
 
+import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,15 +9,13 @@ import pytest
 
 from flows import campaign
 from millrace.campaigns import Training, TrainingOptions, TrainingProgress
+from millrace.errors import UnavailableError
 from millrace.storage import StoreSpec
-from tasks import campaign_tasks
+from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
 
 
-def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise it would merge windows without a gradient while the workers start."""
+def make_training() -> Training:
     place = StoreSpec(url="file:///unused")
     rules = TrainingOptions.model_validate(
         {
@@ -24,13 +23,70 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
             "windows_per_epoch": 3,
         }
     )  # fmt: skip
+    return Training("small", "text", rules, place, place)
+
+
+@pytest.mark.parametrize(
+    ("newest", "epochs"),
+    [(1, ["epoch 0", "epoch 1"]), (3, ["epoch 0", "epoch 1"]), (4, ["epoch 1"])],
+)
+def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
+    monkeypatch: pytest.MonkeyPatch, newest: int, epochs: list[str]
+) -> None:
+    """Otherwise it would merge windows without a gradient while the workers start."""
     steps: list[str] = []
     monkeypatch.setattr(campaign_tasks, "commit_training", lambda *_: None)
-    progress = TrainingProgress(1, frozenset())
+    progress = TrainingProgress(newest)
     monkeypatch.setattr(campaign_tasks, "read_training_progress", lambda _: progress)
     monkeypatch.setattr(campaign_tasks, "run_local_workers", lambda _: nullcontext(FakeWorkers()))
     monkeypatch.setattr(campaign_tasks, "await_workers", lambda *_: steps.append("await workers"))
     monkeypatch.setattr(campaign, "run_epoch", lambda *some: steps.append(f"epoch {some[2]}"))
     plan = cast("Any", SimpleNamespace(rental=None))
-    campaign.train(plan, Training("small", "text", rules, place, place))
-    assert steps == ["await workers", "epoch 0", "epoch 1"]
+    campaign.train(plan, make_training())
+    assert steps == ["await workers", *epochs]
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[Exception | None]:
+    """What each further run of `cooldown` raises; None for one that ends the epoch."""
+    tries: list[Exception | None] = []
+
+    def run_cooldown(*_: Any, **__: Any) -> None:
+        found = tries.pop(0)
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr(campaign, "run_cooldown", run_cooldown)
+    monkeypatch.setattr(retries, "get_run_logger", lambda: logging.getLogger("test"))
+    return tries
+
+
+def end_epoch() -> None:
+    campaign.end_epoch(cast("Any", SimpleNamespace(bucket="file:///unused")), make_training(), 0)
+
+
+def test_an_epoch_that_an_outage_left_open_is_ended_before_its_workers_go_on(
+    monkeypatch: pytest.MonkeyPatch, tries: list[Exception | None]
+) -> None:
+    tries += [UnavailableError("the store did not answer"), None]
+    monkeypatch.setattr(campaign_tasks, "has_epoch_ended", lambda *_: not tries)
+    end_epoch()
+    assert not tries
+
+
+def test_an_epoch_that_ended_without_a_checkpoint_ends_once(
+    monkeypatch: pytest.MonkeyPatch, tries: list[Exception | None]
+) -> None:
+    tries += [UnavailableError("went on without a checkpoint"), None]
+    monkeypatch.setattr(campaign_tasks, "has_epoch_ended", lambda *_: True)
+    end_epoch()
+    assert len(tries) == 1
+
+
+def test_no_window_opens_after_an_epoch_that_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch, tries: list[Exception | None]
+) -> None:
+    tries += [UnavailableError("the store did not answer")] * 2
+    monkeypatch.setattr(campaign_tasks, "has_epoch_ended", lambda *_: False)
+    with pytest.raises(UnavailableError, match="Epoch 0 of small/model has not ended"):
+        end_epoch()
