@@ -69,7 +69,7 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
 
 def train(plan: CampaignPlan, training: Training) -> None:
     """Train the epochs that have not ended yet."""
-    campaign_tasks.commit_training(training.write_store, training.worker_settings)
+    campaign_tasks.commit_training(training)
     progress, rental = campaign_tasks.read_training_progress(training), plan.rental
     if progress.has_ended:
         if rental is not None and campaign_tasks.has_unreleased_machines(training):

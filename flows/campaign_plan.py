@@ -179,14 +179,20 @@ class CampaignPlan(_PlanModel):
         """Return the campaign as the engine takes it.
 
         Raises:
-            ConfigurationError: The bucket has no credentials to read, or none to write.
+            ConfigurationError: A bucket has no credentials to read, or the campaign's has none to
+                write.
         """
         read_store = make_store_spec(self.bucket, Right.READ)
         write_store = make_store_spec(self.bucket, Right.WRITE)
         dataset = self.data.dataset if self.data else None
         training = None
         if self.training is not None and dataset is not None:
-            training = Training(self.name, dataset, self.training, read_store, write_store)
+            location = self.training.initial_weights.bucket
+            url = make_store_spec(location, Right.READ).url if location is not None else ""
+            training = Training(
+                self.name, dataset, self.training, read_store, write_store,
+                initial_weights_url="" if url == read_store.url else url,
+            )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}
         if self.training is not None and isinstance(self.training.machines, RentedWorkerSettings):
             request = self.training.machines.request

@@ -29,6 +29,8 @@ class Training:
         options: Settings of the training.
         read_store: Store of the campaign, with read credentials.
         write_store: Store of the campaign, with write credentials.
+        initial_weights_url: URL of the store with the weights that the run begins with; empty for
+            the store of the campaign.
     """
 
     campaign: str
@@ -36,6 +38,7 @@ class Training:
     options: TrainingOptions
     read_store: StoreSpec
     write_store: StoreSpec
+    initial_weights_url: str = ""
 
     @property
     def keys(self) -> CampaignKeys:

@@ -30,7 +30,7 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
         ConfigurationError: The checkpoint has no tensors of these names, the command cannot run,
             or there is no such Ray cluster.
     """
-    check_committed_training(training.write_store, training.worker_settings)
+    check_committed_training(training)
     if not read_training_progress(training).has_begun:
         _check_weights(find_weights())
     _check_command(training)

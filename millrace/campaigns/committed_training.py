@@ -3,83 +3,131 @@
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from millrace.campaigns.worker import SharedWorkerSettings
+from millrace.campaigns.campaign import Training
 from millrace.errors import ConflictError, NotFoundError
 from millrace.gradients import RunSettings, WindowOptions
-from millrace.keys.campaigns import CampaignKeys
-from millrace.records import Record, commit_once, fetch, find_changes
-from millrace.storage import StoreSpec, open_store
+from millrace.keys.datasets import DatasetKeys
+from millrace.records import (
+    Record,
+    RecordPart,
+    commit_once,
+    digest_record,
+    fetch,
+    find_changes,
+)
+from millrace.schemas.dataset import Manifest
+from millrace.storage import open_store
 
 _FIELD_NAMES = {
     "workers": "training.workers",
     "windows_per_epoch": "training.windows_per_epoch",
     "run.windows": "the number of all windows (training.epochs x training.windows_per_epoch)",
     "dataset": "data.dataset",
-}  # names of committed fields in the plan of a campaign; the others begin with `training.run`
+    "dataset_digest": "the manifest of data.dataset",
+    "initial_weights.url": "training.initial_weights.bucket",
+}  # names of committed fields in the plan of a campaign; the others begin with `training.`
+
+
+class CommittedWeights(RecordPart):
+    """Weights that a training begins with, as its plan names them.
+
+    Attributes:
+        url: URL of their store; empty for the campaign's store.
+        job: Job of the checkpoint.
+        step: Step of the checkpoint; None for the newest one.
+        tensors: Prefix of the weights' names.
+    """
+
+    url: str
+    job: str
+    step: int | None
+    tensors: str
 
 
 class CommittedTraining(Record):
     """Record of the settings of a campaign's training that cannot change under its name."""
 
     record_kind: ClassVar[str] = "campaign-training"
-    record_version: ClassVar[int] = 2  # with `window_length`
+    record_version: ClassVar[int] = 3  # with the initial weights, and the dataset's digest
 
     workers: int
     windows_per_epoch: int
     run: RunSettings
-    dataset: str | None
+    dataset: str
+    dataset_digest: str | None  # of the manifest
+    initial_weights: CommittedWeights
 
 
-def check_committed_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+def check_committed_training(training: Training) -> None:
     """Refuse settings that differ from the committed ones, before anything is created or rented.
 
     Raises:
         ConflictError: A setting that cannot change differs; the message names the values.
     """
     with suppress(NotFoundError):  # nothing is committed yet
-        store = open_store(spec, make_folder=False)
-        _refuse_changes(
-            settings,
-            fetch(store, CampaignKeys(settings.campaign).committed_training, CommittedTraining),
-        )
+        store = open_store(training.write_store, make_folder=False)
+        committed = fetch(store, training.keys.committed_training, CommittedTraining)
+        _refuse_changes(_make_committed_training(training), committed, training.campaign)
 
 
-def commit_training(spec: StoreSpec, settings: SharedWorkerSettings) -> None:
+def commit_training(training: Training) -> None:
     """Commit the settings that cannot change, or refuse settings that differ from them.
 
     Raises:
         ConflictError: A setting that cannot change differs; the message names the values.
     """
-    key = CampaignKeys(settings.campaign).committed_training
-    committed = commit_once(open_store(spec), key, _make_committed_training(settings)).record
-    _refuse_changes(settings, committed)
+    found, key = _make_committed_training(training), training.keys.committed_training
+    committed = commit_once(open_store(training.write_store), key, found).record
+    _refuse_changes(found, committed, training.campaign)
 
 
-def _make_committed_training(settings: SharedWorkerSettings) -> CommittedTraining:
+def _make_committed_training(training: Training) -> CommittedTraining:
+    weights = training.options.initial_weights
     return CommittedTraining(
-        **{name: getattr(settings, name) for name in CommittedTraining.model_fields}
+        workers=training.options.workers,
+        windows_per_epoch=training.options.windows_per_epoch,
+        run=training.run,
+        dataset=training.dataset,
+        dataset_digest=_digest_dataset(training),
+        initial_weights=CommittedWeights(
+            url=training.initial_weights_url,
+            job=weights.job,
+            step=weights.step,
+            tensors=weights.tensors,
+        ),
     )
 
 
-def _refuse_changes(settings: SharedWorkerSettings, committed: CommittedTraining) -> None:
-    found = find_changes(committed, _make_committed_training(settings))
+def _digest_dataset(training: Training) -> str | None:
+    """Return the digest of the dataset's manifest; None before the dataset is complete."""
+    try:
+        store = open_store(training.read_store, make_folder=False)
+        return digest_record(fetch(store, DatasetKeys(training.dataset).manifest, Manifest))
+    except NotFoundError:
+        return None
+
+
+def _refuse_changes(found: CommittedTraining, committed: CommittedTraining, campaign: str) -> None:
+    differences = find_changes(committed, found)
+    if None in (committed.dataset_digest, found.dataset_digest):
+        differences.pop("dataset_digest", None)  # the dataset is not made yet
     free = tuple(f"run.{name}" for name in WindowOptions.model_fields)
     changes = [
         f"{_describe_field(path)} was {_format_value(old)}, and is {_format_value(new)} now"
-        for path, (old, new) in found.items()
+        for path, (old, new) in differences.items()
         if path not in free and not path.startswith(tuple(f"{name}." for name in free))
     ]
     if changes:
         raise ConflictError(
-            f"{settings.campaign} was begun with another plan: {'; '.join(changes)}. Go on as it "
+            f"{campaign} was begun with another plan: {'; '.join(changes)}. Go on as it "
             "was, or give this one another name, and begin it with the weights of that."
         )
 
 
 def _describe_field(path: str) -> str:
     """Return the name of a committed field in the plan of a campaign."""
-    return _FIELD_NAMES.get(path) or f"training.run.{path.removeprefix('run.')}"
+    return _FIELD_NAMES.get(path) or f"training.{path}"
 
 
 def _format_value(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+    return "nothing" if value in (None, "") else str(value)

@@ -14,8 +14,12 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from millrace import deletion, errors
-from millrace.campaigns import commit_training, hold_campaign_lease
-from millrace.campaigns.worker import SharedWorkerSettings
+from millrace.campaigns import (
+    Training,
+    TrainingOptions,
+    commit_training,
+    hold_campaign_lease,
+)
 from millrace.cleanup import (
     CleanupBucketPreset,
     CleanupKind,
@@ -33,7 +37,6 @@ from millrace.cleanup import (
 from millrace.cleanup.plans import open_plan
 from millrace.cli import main
 from millrace.deletion import ObjectsDeleted
-from millrace.gradients import RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key
 from millrace.keys.datasets import CommitName, DatasetKeys
@@ -547,7 +550,7 @@ def many(place: BucketBuilder, kind: str) -> tuple[Rule, str, str]:  # noqa: PLR
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "words", "train-00000"
         case "trained on":
             place.put_dataset("words", 30)
-            commit_training(place.store.spec, trained_on("words"))
+            commit_training(trained_on(place.store.spec, "words"))
             return Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW), "small", "campaign"
         case "orphans":
             place.put_dataset("words", 1, orphans=30)
@@ -588,9 +591,9 @@ def test_a_damaged_commit_keeps_its_datasets_orphans_and_costs_no_other(folder, 
     assert any("1 of 2 records" in why and key in why for why in kept)
 
 
-def trained_on(dataset: str, campaign: str = "small") -> SharedWorkerSettings:
-    run = RunSettings(run=CampaignKeys(campaign).run)
-    return SharedWorkerSettings(campaign=campaign, run=run, command=("true",), dataset=dataset)
+def trained_on(spec: StoreSpec, dataset: str, campaign: str = "small") -> Training:
+    settings = {"command": ("true",), "initial_weights": {"job": "first"}}
+    return Training(campaign, dataset, TrainingOptions.model_validate(settings), spec, spec)
 
 
 @pytest.mark.parametrize(
@@ -626,7 +629,7 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
     beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
     rule = Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)
     for place, campaign in ((folder, "exp/small"), (beside, "large")):
-        commit_training(place.store.spec, trained_on("words", campaign))
+        commit_training(trained_on(place.store.spec, "words", campaign))
         config = config_of(folder, rule, related_stores=(beside.store.spec,))
         assert len(planned(config)) == 2 * 6  # the plan alone protects nothing
         with hold_campaign_lease(place.store.spec, campaign):
@@ -638,7 +641,7 @@ def test_the_dataset_of_a_campaign_that_is_led_stays(folder, tmp_path):
 
 def test_the_dataset_of_a_campaign_whose_workers_go_on_without_a_leader_stays(folder):
     folder.put_dataset("words", 2)
-    commit_training(folder.store.spec, trained_on("words"))
+    commit_training(trained_on(folder.store.spec, "words"))
     folder.put_lease(CampaignKeys("small").job, "members/worker-3")
     assert not planned(config_of(folder, Rule(kinds=(CleanupKind.DATASETS,), older_than=NOW)))
 
@@ -724,7 +727,7 @@ def test_an_unreadable_start_of_a_run_that_nobody_works_on_keeps_only_what_is_be
 )
 def test_a_worker_keeps_no_checkpoint_of_others_by_a_start_and_a_lease_of_its_own(folder, evil):
     folder.put_chain("run", "1", 1, {})
-    commit_training(folder.store.spec, trained_on("words"))
+    commit_training(trained_on(folder.store.spec, "words"))
     checkpoints_of(folder, "job")
     folder.put(ChainKeys(evil, "1").make_link_key(0), b"nonsense")
     folder.put_lease(ChainKeys(evil, "1").job, "aggregator")
@@ -747,7 +750,7 @@ def test_no_checkpoint_goes_while_the_start_of_a_campaigns_run_cannot_be_read(
 ):
     checkpoints_of(folder, "job")
     place = BucketBuilder(open_store((tmp_path / "beside").as_uri())) if elsewhere else folder
-    commit_training(place.store.spec, trained_on("words"))
+    commit_training(trained_on(place.store.spec, "words"))
     place.put(ChainKeys(CampaignKeys("small").run, "1").make_link_key(0), b"nonsense")
     config = config_of(folder, STEPS, related_stores=(place.store.spec,) if elsewhere else ())
     assert not planned(config)
@@ -807,7 +810,7 @@ def test_junk_with_names_that_no_store_of_ours_writes_is_removed(rgw, bucket, re
 
 def test_junk_of_a_campaigns_workers_goes_though_its_plan_is_in_another_bucket(folder, tmp_path):
     beside = BucketBuilder(open_store((tmp_path / "beside").as_uri()))
-    commit_training(beside.store.spec, trained_on("words"))
+    commit_training(trained_on(beside.store.spec, "words"))
     junk = {folder.put(f"{prefix}x") for prefix in CampaignKeys("small").list_write_prefixes(3)}
     folder.put("small/run/worker-x/x")
     assert not planned(config_of(folder, JUNK))

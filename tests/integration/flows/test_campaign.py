@@ -14,10 +14,8 @@ from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import commit_training, hold_campaign_lease
-from millrace.campaigns.worker import SharedWorkerSettings
 from millrace.errors import MillraceError, WorkerError
-from millrace.gradients import RunSettings
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import open_store
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
     EPOCHS,
@@ -61,16 +59,10 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
     store = tmp_path / "store"
     begin(open_store(store.as_uri()), "small/first")
     plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
-    run = RunSettings(run="small/run", windows=4, **plan["training"]["run"])
-    committed = SharedWorkerSettings(
-        campaign="small",
-        workers=2,
-        run=run,
-        command=("x",),
-        windows_per_epoch=2,
-        dataset="small-text",
-    )
-    commit_training(StoreSpec(url=store.as_uri()), committed)
+    begun = CampaignPlan.model_validate(plan).make_campaign().training
+    assert begun is not None
+    if "initial_weights" not in change:  # other weights would be another plan
+        commit_training(begun)
     make_text(tmp_path / "text")
     with pytest.raises((MillraceError, ValidationError), match=said):
         run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))

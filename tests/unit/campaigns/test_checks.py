@@ -1,14 +1,20 @@
 """Checks before anything is created or rented."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from millrace.campaigns import check_dataset_complete, check_training, commit_training
+from millrace.campaigns import (
+    check_committed_training,
+    check_dataset_complete,
+    check_training,
+    commit_training,
+)
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
 from millrace.gradients import InitialWeights, begin_run, select_weights
-from millrace.storage import Store, StoreSpec, put, read
+from millrace.storage import Store, StoreSpec, delete, list_objects, put, read
 from tests.support.campaigns.training import MakeTraining
 from tests.support.campaigns.workers import finalize_dataset
 
@@ -43,20 +49,50 @@ def test_the_weights_are_checked_until_the_run_has_begun(
         ({"workers": 3}, r"training\.workers was 2, and is 3 now"),
         ({"epochs": 3}, r"the number of all windows \(.*\) was 6, and is 9 now"),
         ({"run": {"steps": 7}}, r"training\.run\.steps was \d+, and is 7 now"),
+        (
+            {"initial_weights": {"job": "second"}},
+            r"training\.initial_weights\.job was first, and is second now",
+        ),
+        (
+            {"initial_weights": {"job": "first", "step": 3}},
+            r"training\.initial_weights\.step was nothing, and is 3 now",
+        ),
     ],
 )
 def test_a_plan_that_has_changed_is_refused_first(
     make_training: MakeTraining, change: dict[str, object], said: str
 ) -> None:
     training = make_training()
-    commit_training(training.write_store, training.worker_settings)
+    commit_training(training)
     with pytest.raises(ConflictError, match=said):
         check_training(make_training(**change), refuse)
 
 
+def test_weights_of_another_bucket_are_another_plan(make_training: MakeTraining) -> None:
+    training = make_training()
+    commit_training(training)
+    with pytest.raises(ConflictError, match=r"weights\.bucket was nothing, and is s3://other now"):
+        commit_training(replace(training, initial_weights_url="s3://other"))
+
+
+def test_the_dataset_of_a_begun_training_is_not_replaced_under_its_name(
+    place: StoreSpec, store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training()
+    finalize_dataset(store, 2)
+    commit_training(training)
+    commit_training(training)
+    assert not delete(store, [stat.key for stat in list_objects(store, "text/")])
+    check_committed_training(training)  # the dataset may be made again
+    finalize_dataset(store, 3)
+    for check in (check_committed_training, commit_training):
+        with pytest.raises(ConflictError, match=r"the manifest of data\.dataset was \S+, and is"):
+            check(training)
+
+
 def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTraining) -> None:
     training = make_training()
-    commit_training(training.write_store, training.worker_settings)
+    commit_training(training)
     begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     check_training(make_training(run={"window_length": "PT7M", "gather": {"quorum": 1}}), refuse)
 

@@ -1,7 +1,6 @@
 """Plan of a campaign, as a person writes it, and refused plans."""
 
 import re
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,14 @@ from flows.campaign_plan import (
     RentedWorkerSettings,
     find_campaign_sharding_rental,
 )
-from millrace.campaigns import check_committed_training, commit_training
-from millrace.campaigns.worker import SharedWorkerSettings
+from millrace.campaigns import (
+    Training,
+    TrainingOptions,
+    check_committed_training,
+    commit_training,
+)
 from millrace.cli.campaign import confirm_machines
 from millrace.errors import ConfigurationError, ConflictError
-from millrace.gradients import OuterOptimizer, RunSettings
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 from millrace.testing.process import REPOSITORY
@@ -68,48 +70,60 @@ def test_a_file_is_a_plan_and_a_wrong_one_says_where(tmp_path: Path) -> None:
         read_campaign_plan(path)
 
 
+def make_pinned_training(store: Path, **change: Any) -> Training:
+    place = StoreSpec(url=store.as_uri())
+    settings = {
+        "command": ("true",), "initial_weights": {"job": "first"}, "workers": 2,
+        "windows_per_epoch": 4, "run": {"steps": 30},
+    }  # fmt: skip
+    dataset = change.pop("dataset", "text")
+    return Training(
+        "small", dataset, TrainingOptions.model_validate(settings | change), place, place
+    )
+
+
 def pin(store: Path, **change: Any) -> None:
     """Pin the settings of a training, as a campaign that begins it does."""
-    settings = SharedWorkerSettings(
-        campaign="small",
-        command=("true",),
-        **{"workers": 2, "run": RUN, "dataset": "text", **change},
-    )
     for check in (check_committed_training, commit_training):
-        check(StoreSpec(url=store.as_uri()), settings)
-
-
-RUN = RunSettings(run="small/run", windows=4, steps=30)
+        check(make_pinned_training(store, **change))
 
 
 def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path: Path) -> None:
     pin(tmp_path)
     with pytest.raises(ConflictError) as refused:
-        pin(tmp_path, workers=3, windows_per_epoch=2, run=RUN.model_copy(update={"steps": 20}))
+        pin(tmp_path, workers=3, windows_per_epoch=2, run={"steps": 20})
     said = str(refused.value)
     assert "training.workers was 2, and is 3 now" in said
-    assert "training.windows_per_epoch was 10, and is 2 now" in said
+    assert "training.windows_per_epoch was 4, and is 2 now" in said
     assert "training.run.steps was 30, and is 20 now" in said
-    with pytest.raises(ConflictError, match=r"data\.dataset was text, and is nothing now"):
-        pin(tmp_path, dataset=None)
-    outer = RUN.model_copy(update={"outer": OuterOptimizer(lr=0.5)})
+    with pytest.raises(ConflictError, match=r"data\.dataset was text, and is words now"):
+        pin(tmp_path, dataset="words")
     with pytest.raises(ConflictError, match=r"training\.run\.outer\.lr was 1\.0, and is 0\.5 now"):
-        pin(tmp_path, run=outer)
+        pin(tmp_path, run={"steps": 30, "outer": {"lr": 0.5}})
 
 
 def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
     """The advice of docs/guides/campaigns.md where nobody's gradient is taken."""
     pin(tmp_path)
-    gather = RUN.gather.model_copy(update={"quorum": 0, "grace_period": timedelta(minutes=1)})
-    pin(
-        tmp_path, run=RUN.model_copy(update={"window_length": timedelta(hours=1), "gather": gather})
-    )
+    gather = {"quorum": 0, "grace_period": "1m"}
+    pin(tmp_path, run={"steps": 30, "window_length": "1h", "gather": gather})
+
+
+@pytest.mark.parametrize(
+    ("bucket", "url"),
+    [(None, ""), ("file:///x", ""), ("file:///y", "file:///y")],
+)
+def test_weights_of_another_bucket_have_its_url(bucket: str | None, url: str) -> None:
+    plan = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())
+    plan["training"]["initial_weights"] = {"job": "first", "bucket": bucket}
+    training = CampaignPlan.model_validate(plan).make_campaign().training
+    assert training is not None
+    assert training.initial_weights_url == url
 
 
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
-    settings = SharedWorkerSettings(campaign="small", command=("true",), workers=2, run=RUN)
     store = tmp_path / "none"
-    check_committed_training(StoreSpec(url=store.as_uri()), settings)
+    check_committed_training(make_pinned_training(store))
     assert not store.exists()
 
 
