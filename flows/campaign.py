@@ -1,26 +1,22 @@
 """A whole campaign: from a dataset's source to published weights."""
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
-from flows.aggregate_gradients import aggregate_gradients
+from flows.campaign_epochs import make_aggregator, run_epoch
 from flows.campaign_machines import rent_workers
-from flows.campaign_plan import CampaignPlan, hooks, make_run_name
+from flows.campaign_plan import CampaignPlan, PublishSettings, hooks, make_run_name
 from flows.clean_bucket import clean_bucket
-from flows.cooldown import run_cooldown
 from flows.release_machines import release_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
-from millrace.campaigns import Campaign, CampaignSummary, CampaignWorkers, RunAggregator, Training
-from millrace.errors import UnavailableError
+from millrace.campaigns import Campaign, CampaignSummary, Training
+from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
-from tasks.retries import tolerate
-
-_COOLDOWNS = 2  # runs of `cooldown` for an epoch: the second after an outage of the store
 
 
 @draw_form
@@ -61,10 +57,9 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
         campaign_tasks.check_dataset_complete(campaign.read_store, data.dataset)
     if training is not None:
         train(plan, training)
+        campaign_tasks.check_gradients_taken(training)
         if publish is not None:
-            step = campaigns.ensure_final_weights_saved(training, make_aggregator(plan, training))
-            source = CheckpointInput(bucket=plan.bucket, job=training.weights_job, step=step)
-            save_checkpoint(source, publish.job, publish.bucket, publish.hub)
+            publish_weights(plan, training, publish)
 
 
 def train(plan: CampaignPlan, training: Training) -> None:
@@ -85,36 +80,14 @@ def train(plan: CampaignPlan, training: Training) -> None:
         workers.wait_until_done(training.cooldown_timeout)
 
 
-def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
-    """Merge the windows of an epoch, and end the epoch."""
-    campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
-    if campaign_tasks.needs_cooldown(training, epoch):
-        end_epoch(plan, training, epoch)
-
-
-def end_epoch(plan: CampaignPlan, training: Training, epoch: int) -> None:
-    """End an epoch, with a checkpoint or without one.
-
-    Workers wait for this before they begin a window of the next epoch.
-
-    Raises:
-        UnavailableError: The epoch has not ended: the store did not answer.
-    """
-    job, timeout = training.epoch_job, training.cooldown_timeout
-    for _ in range(_COOLDOWNS):
-        with tolerate(UnavailableError, f"Epoch {epoch} has no checkpoint"):
-            run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
-        if campaign_tasks.has_epoch_ended(training, epoch):
-            return
-    raise UnavailableError(
-        f"Epoch {epoch} of {job} has not ended, and no worker goes on before: see the runs of "
-        "`cooldown` for the reason, and start the campaign again."
-    )
-
-
-def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:
-    """Return a function that runs an aggregator of the training with given settings."""
-    return lambda settings: aggregate_gradients(
-        plan.bucket, training.run, training.uids,
-        initial_weights=plan.make_weights_input(), aggregation=settings,
-    )  # fmt: skip
+def publish_weights(plan: CampaignPlan, training: Training, publish: PublishSettings) -> None:
+    """Publish the weights after the last window; damaged ones are made again from the chain."""
+    aggregate = make_aggregator(plan, training)
+    step = campaigns.ensure_final_weights_saved(training, aggregate)
+    source = CheckpointInput(bucket=plan.bucket, job=training.weights_job, step=step)
+    try:
+        save_checkpoint(source, publish.job, publish.bucket, publish.hub)
+    except CorruptError as error:
+        get_run_logger().warning("The final weights are made again: %s", format_error(error))
+        campaigns.repair_final_weights(training, aggregate)
+        save_checkpoint(source, publish.job, publish.bucket, publish.hub)

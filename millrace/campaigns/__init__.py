@@ -14,11 +14,13 @@ from millrace.campaigns.progress import (
     MergedWindows,
     RunAggregator,
     TrainingProgress,
+    check_gradients_taken,
     ensure_final_weights_saved,
     has_epoch_ended,
     merge_epoch,
     needs_cooldown,
     read_training_progress,
+    repair_final_weights,
 )
 from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.summary import CampaignSummary, summarize_campaign
@@ -44,6 +46,7 @@ __all__ = [
     "await_workers",
     "check_committed_training",
     "check_dataset_complete",
+    "check_gradients_taken",
     "check_training",
     "commit_prewarm_marker",
     "commit_training",
@@ -56,5 +59,6 @@ __all__ = [
     "merge_epoch",
     "needs_cooldown",
     "read_training_progress",
+    "repair_final_weights",
     "summarize_campaign",
 ]

@@ -94,6 +94,24 @@ def read_epoch_end(store: Store, job: str, epoch: int) -> EpochRecord | None:
         return derive_epoch(store, job, epoch)
 
 
+def check_gradients_taken(training: Training) -> None:
+    """Refuse a training that has changed no weights.
+
+    Args:
+        training: Training whose windows are all merged.
+
+    Raises:
+        NoProgressError: No gradient was taken in any window.
+    """
+    store, keys = open_store(training.write_store), training.run.chain_keys
+    start, last = (gradients.read_link(store, keys, one) for one in (0, training.last_window))
+    if last.state == start.state:
+        raise NoProgressError(
+            f"No gradient was taken in any window of {keys.run}, so its weights are those that it "
+            "began with. See what the workers say, and begin a campaign with another name."
+        )
+
+
 def ensure_final_weights_saved(training: Training, aggregate: RunAggregator) -> int:
     """Save the weights after the last window, unless the aggregator that merged it has done so.
 
@@ -104,24 +122,28 @@ def ensure_final_weights_saved(training: Training, aggregate: RunAggregator) -> 
         aggregate: Runs an aggregator.
 
     Returns:
-        Step of these weights, by which the job of the chain has their checkpoint.
+        Step of these weights, by which the job of the chain has their checkpoint. Its files are
+        not verified.
 
     Raises:
-        NoProgressError: No gradient was taken in any window.
         HeldError: Another process aggregates the run.
     """
     store, keys = open_store(training.write_store), training.run.chain_keys
-    start, last = (gradients.read_link(store, keys, one) for one in (0, training.last_window))
-    if last.state == start.state:
-        raise NoProgressError(
-            f"No gradient was taken in any window of {keys.run}, so its weights are those that it "
-            "began with. See what the workers say, and begin a campaign with another name."
-        )
+    last = gradients.read_link(store, keys, training.last_window)
     try:
         read_checkpoint(store, training.weights_job, last.step)
     except (NotFoundError, CorruptError):
-        _merge_until(training, training.last_window, aggregate)
+        repair_final_weights(training, aggregate)
     return last.step
+
+
+def repair_final_weights(training: Training, aggregate: RunAggregator) -> None:
+    """Save the weights after the last window, from the newest undamaged checkpoint and the chain.
+
+    Raises:
+        HeldError: Another process aggregates the run.
+    """
+    _merge_until(training, training.last_window, aggregate)
 
 
 def merge_epoch(

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from flows import campaign, campaign_machines
+from flows import campaign, campaign_epochs, campaign_machines
 from flows.campaign_plan import CampaignPlan
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.gradients.progress_events import WindowMerged
@@ -75,7 +75,7 @@ def make_listener(listen: Callable[..., None]) -> Callable[..., None]:
 
 def main() -> None:
     """Run it to its end."""
-    for module in (campaign, campaign_machines):
+    for module in (campaign, campaign_epochs, campaign_machines):
         for name in {*STAGES}.intersection(vars(module)):
             setattr(module, name, announce_stage(name, getattr(module, name)))
     LiveProgress.__call__ = make_listener(LiveProgress.__call__)

@@ -10,6 +10,7 @@ from millrace.campaigns import (
     Campaign,
     Training,
     TrainingProgress,
+    check_gradients_taken,
     ensure_final_weights_saved,
     has_epoch_ended,
     merge_epoch,
@@ -264,19 +265,17 @@ def test_windows_that_another_process_merges_are_left_to_it(make_training: MakeT
         merge_epoch(make_training(), 0, FakeWorkers(), lambda _: None)
 
 
-def test_weights_of_a_run_that_merged_nothing_are_not_published(
-    make_training: MakeTraining,
-) -> None:
+def test_a_training_that_merged_nothing_is_refused(make_training: MakeTraining) -> None:
     training = make_training(epochs=1)
-    aggregator = Aggregator(training, "---", newest=3)
+    Aggregator(training, "---", newest=3)
     with pytest.raises(NoProgressError, match="No gradient was taken in any window of small/run"):
-        ensure_final_weights_saved(training, aggregator)
-    assert aggregator.asked == []
+        check_gradients_taken(training)
 
 
 def test_weights_of_a_run_with_idle_windows_are_published(make_training: MakeTraining) -> None:
     training = make_training(epochs=1)
     aggregator = Aggregator(training, "t--", newest=3)
+    check_gradients_taken(training)
     assert ensure_final_weights_saved(training, aggregator) == 3
     assert aggregator.asked == [training.limit_aggregation(3)]
 

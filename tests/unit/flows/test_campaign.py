@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from flows import campaign
+from flows import campaign, campaign_epochs
+from flows.campaign_plan import PublishSettings
+from millrace import campaigns
 from millrace.campaigns import Training, TrainingOptions, TrainingProgress
-from millrace.errors import UnavailableError
+from millrace.errors import CorruptError, UnavailableError
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
@@ -56,13 +58,15 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[Exception | None]:
         if found is not None:
             raise found
 
-    monkeypatch.setattr(campaign, "run_cooldown", run_cooldown)
+    monkeypatch.setattr(campaign_epochs, "run_cooldown", run_cooldown)
     monkeypatch.setattr(retries, "get_run_logger", lambda: logging.getLogger("test"))
     return tries
 
 
 def end_epoch() -> None:
-    campaign.end_epoch(cast("Any", SimpleNamespace(bucket="file:///unused")), make_training(), 0)
+    campaign_epochs.end_epoch(
+        cast("Any", SimpleNamespace(bucket="file:///unused")), make_training(), 0
+    )
 
 
 def test_an_epoch_that_an_outage_left_open_is_ended_before_its_workers_go_on(
@@ -90,3 +94,24 @@ def test_no_window_opens_after_an_epoch_that_has_not_ended(
     monkeypatch.setattr(campaign_tasks, "has_epoch_ended", lambda *_: False)
     with pytest.raises(UnavailableError, match="Epoch 0 of small/model has not ended"):
         end_epoch()
+
+
+def test_damaged_final_weights_are_made_again_and_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[str] = []
+
+    def save(*_: Any) -> None:
+        steps.append("save")
+        if len(steps) == 1:
+            raise CorruptError("a file is not the bytes that were saved")
+
+    monkeypatch.setattr(campaigns, "ensure_final_weights_saved", lambda *_: 3)
+    monkeypatch.setattr(campaigns, "repair_final_weights", lambda *_: steps.append("repair"))
+    monkeypatch.setattr(campaign, "save_checkpoint", save)
+    monkeypatch.setattr(campaign, "get_run_logger", lambda: logging.getLogger("test"))
+    bucket = "file:///unused"
+    publish = PublishSettings(job="final", bucket=bucket)
+    plan = cast("Any", SimpleNamespace(bucket=bucket))
+    campaign.publish_weights(plan, make_training(), publish)
+    assert steps == ["save", "repair", "save"]

@@ -1,0 +1,47 @@
+"""Epochs of a campaign's training: their windows are merged, and each ends before the next."""
+
+from flows.aggregate_gradients import aggregate_gradients
+from flows.campaign_plan import CampaignPlan
+from flows.cooldown import run_cooldown
+from millrace import campaigns
+from millrace.campaigns import CampaignWorkers, RunAggregator, Training
+from millrace.errors import UnavailableError
+from tasks import campaign_tasks
+from tasks.retries import tolerate
+
+_COOLDOWNS = 2  # runs of `cooldown` for an epoch: the second after an outage of the store
+
+
+def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
+    """Merge the windows of an epoch, and end the epoch."""
+    campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
+    if campaign_tasks.needs_cooldown(training, epoch):
+        end_epoch(plan, training, epoch)
+
+
+def end_epoch(plan: CampaignPlan, training: Training, epoch: int) -> None:
+    """End an epoch, with a checkpoint or without one.
+
+    Workers wait for this before they begin a window of the next epoch.
+
+    Raises:
+        UnavailableError: The epoch has not ended: the store did not answer.
+    """
+    job, timeout = training.epoch_job, training.cooldown_timeout
+    for _ in range(_COOLDOWNS):
+        with tolerate(UnavailableError, f"Epoch {epoch} has no checkpoint"):
+            run_cooldown(plan.bucket, job, epoch, timeout=timeout, members=training.uids)
+        if campaign_tasks.has_epoch_ended(training, epoch):
+            return
+    raise UnavailableError(
+        f"Epoch {epoch} of {job} has not ended, and no worker goes on before: see the runs of "
+        "`cooldown` for the reason, and start the campaign again."
+    )
+
+
+def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:
+    """Return a function that runs an aggregator of the training with given settings."""
+    return lambda settings: aggregate_gradients(
+        plan.bucket, training.run, training.uids,
+        initial_weights=plan.make_weights_input(), aggregation=settings,
+    )  # fmt: skip
