@@ -83,7 +83,12 @@ def supervise_machines(training: Training, ledger: LedgerSettings) -> RentalSupe
         ledger: Ledger of rentals, and the account that pays.
     """
     settings = training.make_rental(ledger)
-    return make_supervisor(settings, partial(campaigns.has_joined_worker, training))
+    return make_supervisor(
+        settings,
+        partial(campaigns.has_joined_worker, training),
+        quorum=training.quorum,
+        ready_timeout=training.options.join_timeout,
+    )
 
 
 @contextmanager

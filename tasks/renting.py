@@ -1,7 +1,7 @@
 """Tasks that rent, list and release machines."""
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC
+from datetime import UTC, timedelta
 from typing import Any
 
 from prefect import Flow, State, task
@@ -153,7 +153,11 @@ def start_rental(settings: RentalSettings) -> float:
 
 
 def make_supervisor(
-    settings: RentalSettings, is_proven: Callable[[], bool] = lambda: True
+    settings: RentalSettings,
+    is_proven: Callable[[], bool] = lambda: True,
+    *,
+    quorum: int | None = None,
+    ready_timeout: timedelta | None = None,
 ) -> RentalSupervisor:
     """Return the supervisor of a rental. The progress is shown in the run that calls this function.
 
@@ -162,10 +166,19 @@ def make_supervisor(
     Args:
         settings: Settings of the rental.
         is_proven: Function that decides whether the program is known to work.
+        quorum: Number of machines that are enough; by default all.
+        ready_timeout: Longest wait for more machines than the quorum.
     """
     key = make_artifact_key("progress", "machines", settings.name)
     progress = RentalProgress(key, settings.machines)
-    return RentalSupervisor(settings, is_proven, repeat=True, progress=progress)
+    return RentalSupervisor(
+        settings,
+        is_proven,
+        repeat=True,
+        quorum=quorum,
+        ready_timeout=ready_timeout,
+        progress=progress,
+    )
 
 
 @task(cache_policy=NO_CACHE)

@@ -73,6 +73,11 @@ class Training:
         return [self.keys.make_uid(number) for number in range(self.options.workers)]
 
     @property
+    def quorum(self) -> int:
+        """Number of workers that are enough to open the first window."""
+        return min(max(1, self.run.gather.quorum), self.options.workers)
+
+    @property
     def prewarm_timeout(self) -> timedelta | None:
         """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
         machines = self.options.machines

@@ -99,12 +99,11 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
         WorkerError, MachineError: The workers have failed, or have ended.
     """
     joined = _JoinedWorkers(training)
-    run, uids, timeout = training.run, training.uids, training.options.join_timeout
+    run, timeout = training.run, training.options.join_timeout
     deadline = time.monotonic() + timeout.total_seconds()
-    enough = min(max(1, run.gather.quorum), len(uids))
     while True:
         found = len(joined.find())
-        if found >= enough:
+        if found >= training.quorum:
             return found
         workers.raise_failure()
         if workers.is_over:

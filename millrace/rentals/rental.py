@@ -60,6 +60,8 @@ class Rental:
         wait: Whether to wait if the rental seems to have an owner. The wait ends when the owner
             renews its lease, or the lease expires.
         repeat: Whether programs that ended under an earlier owner run again, on other machines.
+        quorum: Number of machines that are enough; by default all. Once the program has run on so
+            many, a machine that cannot be had does not end the rental, and is tried again.
         vast: Client of the account; by default that of the settings.
         progress: Receives `OfferTaken`, `MachineRented`, `MachineReady`, `MachineReleased`,
             `MachineMissing`, `PriceRaised`, `OutputPrinted` and `RentalCostUpdated`. Its errors
@@ -73,6 +75,7 @@ class Rental:
         detached: bool = False,
         wait: bool = False,
         repeat: bool = False,
+        quorum: int | None = None,
         vast: VastClient | None = None,
         progress: Progress = ignore_event,
     ) -> None:
@@ -92,7 +95,8 @@ class Rental:
         )
         self._state = RentalState(settings.machines)
         self._budget = Budget(settings, is_detached=detached)
-        self._policy = ReplacementPolicy(settings)
+        self._quorum = settings.machines if quorum is None else quorum
+        self._policy = ReplacementPolicy(settings, self._quorum)
         self._timer = StepTimer(
             settings.timeouts.poll_interval
             + _STEP_TIMEOUT
@@ -186,18 +190,34 @@ class Rental:
         """Dollars that all machines have cost, including released machines."""
         return self._state.compute_cost(self._context.now())
 
-    def wait_until_ready(self, stop: threading.Event | None = None) -> None:
+    def wait_until_ready(
+        self, stop: threading.Event | None = None, timeout: timedelta | None = None
+    ) -> None:
         """Rent the missing machines, and wait until every program runs or has ended.
+
+        If the programs of the quorum run, machines that cannot be had now are not waited for, and
+        after the timeout no other machine is.
 
         Args:
             stop: Event that ends the wait, as in `wait_until_done`.
+            timeout: Longest wait for more machines than the quorum; by default there is no limit.
 
         Raises:
             BudgetError: The money or the time is spent. All machines were released.
             MachineError: Too many machines did not start, or a program failed.
             NotFoundError: No offer fits.
         """
-        self._poll_until(lambda: all(one.is_ready for one in self.machines), stop)
+        clock, began = self._context.clock, self._context.clock.monotonic()
+
+        def is_complete() -> bool:
+            pending = [one for one in self.machines if not one.is_ready]
+            if not pending and not self._state.find_missing_slots():
+                return True
+            ready = len(self.machines) - len(pending) + len(self._state.done)
+            is_late = timeout and clock.monotonic() - began > timeout.total_seconds()
+            return ready >= self._quorum and (not pending or bool(is_late))
+
+        self._poll_until(is_complete, stop)
 
     def wait_until_done(self, stop: threading.Event | None = None) -> None:
         """Rent the missing machines, and wait until every program has ended with exit code 0.
@@ -208,7 +228,7 @@ class Rental:
         Raises:
             BudgetError, MachineError, NotFoundError: As in `wait_until_ready`.
         """
-        self._poll_until(lambda: not self.machines, stop)
+        self._poll_until(lambda: not self.machines and not self._state.find_missing_slots(), stop)
 
     def release(self) -> None:
         """Release all machines, and wait until a listing shows none.
@@ -266,7 +286,7 @@ class Rental:
                 self._poll_machines()
                 self._timer.note_step()
                 self._fill_slots(stop)
-                if not self._state.find_missing_slots() and is_complete():
+                if is_complete():
                     return
                 self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
 

@@ -19,10 +19,13 @@ class ReplacementPolicy:
 
     Args:
         settings: Settings of the rental.
+        quorum: Number of slots that are enough; by default all. Once the program has run on so
+            many, no failure of another slot ends the rental while it has machines.
     """
 
-    def __init__(self, settings: RentalSettings) -> None:
+    def __init__(self, settings: RentalSettings, quorum: int | None = None) -> None:
         self._settings = settings
+        self._quorum = settings.machines if quorum is None else quorum
         self._attempts: dict[int, int] = {}
         self._proven_slots: set[int] = set()
         self._loss_messages: dict[int, str] = {}
@@ -85,10 +88,11 @@ class ReplacementPolicy:
 
         Raises:
             MillraceError: The error, if the rental has no other machines. Also if the error is
-                permanent, and the program never ran on a machine of the slot.
+                permanent, and the program never ran on a machine of the slot, nor on enough others.
         """
         is_transient = isinstance(error, errors.UnavailableError)
-        if not has_machines or not (is_transient or slot in self._proven_slots):
+        is_proven = slot in self._proven_slots or len(self._proven_slots) >= self._quorum
+        if not has_machines or not (is_transient or is_proven):
             raise error
         self._retry_times[slot] = max(now, resume_at) if is_transient else now + RETRY_INTERVAL
 

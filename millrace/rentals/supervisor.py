@@ -36,6 +36,9 @@ class RentalSupervisor:
         is_proven: Whether a program is known to work. Until then, the second failure ends the
             rental: the command is wrong on any machine.
         repeat: Whether programs that ended under an earlier owner run again, as for `Rental`.
+        quorum: Number of machines that are enough, as for `Rental`; by default all.
+        ready_timeout: Longest wait of `wait_until_ready` for more machines than the quorum; by
+            default there is no limit.
         progress: Context, entered in the thread, whose value receives the events of `Rental`. The
             value also receives `RentalWaiting`, `RentalFailed`, and `RentalInterrupted` when the
             exit is interrupted.
@@ -48,7 +51,9 @@ class RentalSupervisor:
         "_failures",
         "_is_proven",
         "_progress",
+        "_quorum",
         "_ready",
+        "_ready_timeout",
         "_rental",
         "_repeat",
         "_report",
@@ -65,10 +70,12 @@ class RentalSupervisor:
         is_proven: Callable[[], bool] = lambda: True,
         *,
         repeat: bool = False,
+        quorum: int | None = None,
+        ready_timeout: timedelta | None = None,
         progress: AbstractContextManager[Progress] | None = None,
     ) -> None:
         self.settings = settings
-        self._repeat = repeat
+        self._repeat, self._quorum, self._ready_timeout = repeat, quorum, ready_timeout
         self._is_proven = is_proven
         self._failures: list[str] = []
         self._progress: AbstractContextManager[Progress] = progress or nullcontext(ignore_event)
@@ -111,7 +118,7 @@ class RentalSupervisor:
             raise interrupt
 
     def wait_until_ready(self) -> None:
-        """Wait until all programs run or have ended.
+        """Wait until all programs run or have ended, or those of the quorum, as in `Rental`.
 
         Raises:
             HeldError: Another owner holds the rental.
@@ -158,7 +165,11 @@ class RentalSupervisor:
         deadline = monotonic() + _TAKEOVER_TIMEOUT
         while True:
             rental = Rental(
-                self.settings, wait=True, repeat=self._repeat, progress=self._handle_event
+                self.settings,
+                wait=True,
+                repeat=self._repeat,
+                quorum=self._quorum,
+                progress=self._handle_event,
             )
             try:
                 return stack.enter_context(rental)
@@ -195,7 +206,7 @@ class RentalSupervisor:
             ):
                 self._report = shield_progress(progress)
                 self._rental = rental = self._acquire_rental(stack)
-                rental.wait_until_ready(self._stop_requested)
+                rental.wait_until_ready(self._stop_requested, self._ready_timeout)
                 self._ready.set()
                 rental.wait_until_done(self._stop_requested)
         except BaseException as error:  # noqa: BLE001 - raised by `raise_failure`

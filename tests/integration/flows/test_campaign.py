@@ -15,7 +15,7 @@ from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import commit_training, hold_campaign_lease
 from millrace.errors import MillraceError, WorkerError
-from millrace.storage import open_store
+from millrace.storage import StoreSpec, open_store
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
     EPOCHS,

@@ -38,16 +38,25 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.vast = folder, FakeVast(offers=[make_offer_row(1), make_offer_row(2)])
+        self.silent: set[int] = set()  # numbers of machines that do not start
 
     @property
     def store(self) -> Store:
         return open_store(self.folder.as_uri())
 
-    def rent(self, *, detached: bool = False, repeat: bool = False, **more: Any) -> Rental:
+    def rent(
+        self,
+        *,
+        detached: bool = False,
+        repeat: bool = False,
+        quorum: int | None = None,
+        **more: Any,
+    ) -> Rental:
         return Rental(
             make_settings(self.folder, **more),
             detached=detached,
             repeat=repeat,
+            quorum=quorum,
             vast=cast("VastClient", self.vast),
             progress=self._write_heartbeats,
         )
@@ -61,7 +70,8 @@ class Bench:
     def _write_heartbeats(self, event: Event) -> None:
         if isinstance(event, MachineRented):
             for attempt in list_attempts(self.store, "fleet"):
-                self.write_heartbeat(attempt.number)
+                if attempt.number not in self.silent:
+                    self.write_heartbeat(attempt.number)
 
 
 @pytest.fixture
@@ -292,6 +302,30 @@ def test_no_machine_is_rented_while_no_listing_shows_whether_released_ones_exist
         rental._poll_machines()
         rental._fill_slots(threading.Event())
         assert len(bench.vast.creates) == 3
+
+
+def test_a_machine_that_cannot_be_had_releases_no_quorum(bench: Bench) -> None:
+    """The next owner finds one of three machines lost, and no offer fits."""
+    bench.vast.offers = [make_offer_row(one) for one in range(1, 4)]
+    abandon(bench, machines=3)
+    bench.vast.instances.pop(1)
+    bench.vast.offers = []
+    with bench.rent(machines=3, quorum=2) as rental:
+        rental.wait_until_ready()
+        assert len(rental.machines) == 2
+        bench.vast.instances.pop(2)  # the quorum was there
+        rental._poll_machines()
+        rental._fill_slots(threading.Event())
+        assert len(rental.machines) == 1
+
+
+def test_a_quorum_waits_for_other_machines_until_the_timeout(bench: Bench) -> None:
+    bench.vast.offers = [make_offer_row(one) for one in range(1, 4)]
+    bench.silent.add(2)
+    with bench.rent(machines=3, quorum=2, startup_timeout="2h") as rental:
+        rental.wait_until_ready(timeout=HOUR / 20)
+        assert [one.is_ready for one in rental.machines] == [True, True, False]
+        assert bench.vast.clock.elapsed >= HOUR.total_seconds() / 20
 
 
 class KilledError(BaseException):

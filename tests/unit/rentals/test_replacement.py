@@ -86,3 +86,17 @@ def test_a_failed_try_is_postponed_while_other_machines_run(tmp_path: Path) -> N
     for error in (down, gone):
         with pytest.raises(type(error)):
             policy.postpone(0, error, 600.0, resume_at=0.0, has_machines=False)
+
+
+def test_a_quorum_whose_program_has_run_is_not_ended_by_another_slot(tmp_path: Path) -> None:
+    policy = ReplacementPolicy(make_settings(tmp_path, machines=3), quorum=2)
+    error = errors.NotFoundError("no offer fits")
+    policy.note_ready(0)
+    with pytest.raises(errors.NotFoundError):
+        policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=True)
+    policy.note_ready(1)
+    policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=True)
+    assert not policy.can_try(2, RETRY_INTERVAL - 1, has_machines=True)
+    assert policy.can_try(2, RETRY_INTERVAL, has_machines=True)
+    with pytest.raises(errors.NotFoundError):
+        policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=False)
