@@ -53,8 +53,11 @@ class _JoinedWorkers:
         self._census = make_census(self._store, training.epoch_job, clock)
         self._started_at = find_term_start(write_store, training.keys.lease)
 
-    def find(self) -> set[str]:
+    def find(self, *, only_living: bool = False) -> set[str]:
         """Return the names of the workers.
+
+        Args:
+            only_living: Whether to leave out workers whose script has ended since.
 
         Raises:
             NotFoundError: The run has not begun.
@@ -62,9 +65,10 @@ class _JoinedWorkers:
         run, uids, started_at = self._training.run, self._training.uids, self._started_at
         if started_at is None:  # no leader: any worker counts
             return find_joined_workers(self._store, run, uids)
-        joined = {uid: held.since for uid, held in self._census.find_holders().items()}
-        since = {uid: min(started_at, joined.get(uid, started_at)) for uid in uids}
-        return find_joined_workers(self._store, run, uids, since)
+        living = {uid: held.since for uid, held in self._census.find_holders().items()}
+        since = {uid: min(started_at, living.get(uid, started_at)) for uid in uids}
+        joined = find_joined_workers(self._store, run, uids, since)
+        return joined & living.keys() if only_living else joined
 
 
 def has_joined_worker(training: Training) -> bool:
@@ -84,15 +88,15 @@ def has_unreleased_machines(training: Training) -> bool:
 def await_workers(training: Training, workers: CampaignWorkers) -> int:
     """Wait until enough workers have joined the run for its next window to be merged.
 
-    The quorum is enough. After `join_timeout`, one worker is enough. Workers of an earlier start of
-    the campaign count if they still live.
+    The quorum is enough. After `join_timeout`, one worker is enough. Workers count if they still
+    live, also those of an earlier start of the campaign.
 
     Args:
         training: Training, whose run has begun.
         workers: Processes or machines of the workers.
 
     Returns:
-        Number of workers that have joined.
+        Number of living workers that have joined.
 
     Raises:
         UnavailableError: No worker has joined in this time.
@@ -102,7 +106,7 @@ def await_workers(training: Training, workers: CampaignWorkers) -> int:
     run, timeout = training.run, training.options.join_timeout
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        found = len(joined.find())
+        found = len(joined.find(only_living=True))
         if found >= training.quorum:
             return found
         workers.raise_failure()

@@ -14,10 +14,12 @@ from millrace.gradients.merging.links import (
     read_link_after,
 )
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import RunSettings
+from millrace.gradients.settings import RunSettings, WindowOpening
 from millrace.progress import Progress
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.storage import Store, exists
+
+_OPENING_TIMEOUT = timedelta(hours=2)
 
 
 class ChainFollower:
@@ -88,35 +90,36 @@ class ChainFollower:
         """Wait until the next window is merged. Its link is not applied.
 
         Args:
-            timeout: Longest wait; by default twice the length of the window.
+            timeout: Longest wait; by default twice the length of the window from its opening on.
+                For the opening, which may wait for other workers, it is two hours by default.
 
         Raises:
             UnavailableError: The window was not merged in time.
         """
         window, keys = self.window + 1, self._settings.chain_keys
         began = time.monotonic()
+        opening: WindowOpening | None = None
 
         def is_merged() -> bool:
+            nonlocal began, opening
             if exists(self._store, keys.make_link_key(window)):
                 return True
-            waited = time.monotonic() - began
-            usual = 2 * self._settings.window_length if timeout is None else timeout
-            if waited <= usual.total_seconds():
-                return False
-            last = (
-                usual if timeout is not None else max(usual, 2 * self._read_window_length(window))
-            )
-            if waited > last.total_seconds():
+            limit = timeout
+            if limit is None:
+                if opening is None:
+                    opening = find_opening(self._store, keys, window)
+                    began = time.monotonic() if opening is not None else began
+                # The aggregator's options may have changed the length.
+                usual = 2 * max(
+                    self._settings.window_length, (opening or self._settings).window_length
+                )
+                limit = usual if opening is not None else max(usual, _OPENING_TIMEOUT)
+            if time.monotonic() - began > limit.total_seconds():
                 raise errors.UnavailableError(
-                    f"Window {window} of {keys.run} was not merged in {last}. Check that the "
+                    f"Window {window} of {keys.run} was not merged in {limit}. Check that the "
                     "aggregator runs, and wait again, or stop; nothing is lost."
                 )
             return False
 
         while not self._ranks.run_on_first(is_merged):  # collectives time out
             time.sleep(self._settings.gather.poll_interval.total_seconds())
-
-    def _read_window_length(self, window: int) -> timedelta:
-        """Return the length of a window, which the aggregator's options may have changed."""
-        opening = find_opening(self._store, self._settings.chain_keys, window)
-        return (opening or self._settings).window_length

@@ -247,7 +247,8 @@ class Participant:
 
         Args:
             model: Model whose weights and buffers are overwritten.
-            timeout: Longest wait; by default twice the length of the window.
+            timeout: Longest wait; by default twice the length of the window from its opening on,
+                and two hours for the opening.
 
         Returns:
             Newest link, whose weights the model has. It is that of a later window if more windows

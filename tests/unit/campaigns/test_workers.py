@@ -83,7 +83,25 @@ def test_workers_of_an_earlier_start_that_have_ended_do_not_open_a_window(
         for uid in training.uids:
             join(store, training, uid)
         assert has_joined_worker(training)
-        assert await_workers(training, FakeWorkers()) == 2
+        with (
+            Membership(store, training.epoch_job, "worker-0"),
+            Membership(store, training.epoch_job, "worker-1"),
+        ):
+            assert await_workers(training, FakeWorkers()) == 2
+
+
+def test_a_worker_that_has_joined_and_ended_is_none_of_the_quorum(
+    store: Store, place: StoreSpec, make_training: MakeTraining
+) -> None:
+    training = make_training(run={"gather": {"quorum": 2}}, join_timeout="PT0.001S")
+    begin(store, training)
+    with (
+        hold_campaign_lease(place, training.campaign),
+        Membership(store, training.epoch_job, "worker-0"),
+    ):
+        for uid in training.uids:
+            join(store, training, uid)
+        assert await_workers(training, FakeWorkers()) == 1
 
 
 def test_workers_that_live_since_an_earlier_start_open_the_next_window(

@@ -3,6 +3,7 @@
 import logging
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +26,13 @@ from millrace.gradients import (
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
 from millrace.gradients.progress_events import LinkApplied
+from millrace.gradients.settings import WindowOpening, WindowOptions
+from millrace.gradients.sync import chain_follower
 from millrace.gradients.sync.chain_follower import ChainFollower
 from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.gradients.sync.model_tensors import ModelTensors
 from millrace.progress import Event
+from millrace.records import commit_once
 from millrace.storage import Store, open_store
 
 RANKS = RankGroup()
@@ -207,3 +211,35 @@ def test_the_next_link_is_waited_for_and_not_applied(store):
     send_and_merge(store, 1)
     follower.wait_for_next_link(timedelta(0))
     assert follower.window == 0
+
+
+def test_the_wait_for_a_window_begins_with_its_opening(store, monkeypatch):
+    """The leader of a campaign opens the first window when the quorum has joined."""
+    follower, now = follower_of(store), [0.0]
+    length = SETTINGS.window_length.total_seconds()
+    opened_at = 20 * length
+
+    def sleep(_: float) -> None:
+        now[0] += length / 2
+        if now[0] == opened_at:
+            opening = WindowOpening(run=SETTINGS.name, number=1, **options)
+            commit_once(store, SETTINGS.chain_keys.make_opening_key(1), opening)
+
+    options = {name: getattr(SETTINGS, name) for name in WindowOptions.model_fields}
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(chain_follower, "time", clock)
+    with pytest.raises(UnavailableError, match="Window 1 of runs/one was not merged"):
+        follower.wait_for_next_link()
+    assert opened_at + 2 * length < now[0] <= opened_at + 3 * length
+
+
+def test_a_window_that_never_opens_is_not_waited_for_longer(store, monkeypatch):
+    follower, now = follower_of(store), [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 600
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(chain_follower, "time", clock)
+    with pytest.raises(UnavailableError, match="was not merged in 2:00:00"):
+        follower.wait_for_next_link()
