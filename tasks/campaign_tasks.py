@@ -19,7 +19,7 @@ from millrace.campaigns.progress_events import (
     LocalWorkerLate,
     LocalWorkerPrinted,
 )
-from millrace.errors import MillraceError, format_error
+from millrace.errors import HeldError, MillraceError, format_error
 from millrace.progress import Event
 from millrace.rentals import LedgerSettings, RentalSupervisor
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
@@ -93,10 +93,13 @@ def supervise_machines(training: Training, ledger: LedgerSettings) -> RentalSupe
 
 @contextmanager
 def report_failure(campaign: Campaign) -> Generator[None]:
-    """Publish the report of a campaign that ends with an error, and raise the error."""
+    """Log the error that ends a campaign, publish the report, and raise the error."""
     try:
         yield
+    except HeldError:
+        raise  # the process that leads the campaign reports it
     except MillraceError as error:
+        get_run_logger().error("The campaign is not over: %s", format_error(error))
         with suppress(MillraceError):  # the first error says more
             report_campaign(summarize_campaign(campaign), format_error(error))
         raise

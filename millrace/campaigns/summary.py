@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import monotonic
 
 from millrace import gradients
@@ -15,8 +15,11 @@ from millrace.gradients import ChainLink
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import fetch
 from millrace.rentals import compute_recorded_cost, list_attempts
+from millrace.rentals.ledger import Attempt
 from millrace.schemas.dataset import Manifest
-from millrace.storage import Store, exists, open_store
+from millrace.storage import Store, exists, list_objects, open_store
+
+_CLOCK_TOLERANCE = timedelta(minutes=1)  # of a leader's clock against that of the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,23 @@ def summarize_campaign(
     costs = [
         compute_recorded_cost(store, one, None, now, campaign.rentals.get(name))
         for name in {campaign.name, *campaign.rentals}
-        for one in list_attempts(store, name)
+        for one in _list_own_attempts(store, campaign, name)
         if one.contract is not None
     ]
     return replace(found, machines=len(costs), dollars=sum(costs))
+
+
+def _list_own_attempts(store: Store, campaign: Campaign, rental: str) -> list[Attempt]:
+    """Return the attempts of a rental since the campaign was first led.
+
+    Earlier campaigns with the same dataset have rented machines under the same name to shard it.
+    """
+    attempts = list_attempts(store, rental)
+    if rental == campaign.name:
+        return attempts
+    led = [stat.last_modified for stat in list_objects(store, campaign.keys.lease.prefix)]
+    began = min(led, default=datetime.now(UTC)).astimezone(UTC) - _CLOCK_TOLERANCE
+    return [one for one in attempts if one.intent.started_at >= began]
 
 
 def _add_training(found: CampaignSummary, store: Store, training: Training) -> CampaignSummary:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millrace import errors
-from millrace.campaigns.worker import Worker, find_joined_workers, read_median_metric
+from millrace.campaigns.worker import Worker, find_joined_workers, read_median_metric, reports
 from millrace.checkpoints import load
 from millrace.gradients import TrainingWindow, begin_run, select_weights
 from millrace.records import commit_once, fetch
@@ -111,6 +111,18 @@ def test_what_a_worker_says_that_is_nothing_is_passed_over(store: Store, make: M
         put(store, keys.make_start_window_key(uid, 1), body)
     assert read_median_metric(store, keys, ["a", "b", "c", "d"], "loss", until=1) == {}
     assert read_median_metric(store, keys, ["a", "b", "e", "f", "g"], "loss", until=1) == {1: 5.0}
+
+
+def test_reports_of_many_windows_are_read_evenly_spaced(
+    store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_MAX_WINDOWS", 4)
+    keys = make().run.gradient_keys
+    for window in range(1, 11):
+        said = StartWindow(uid="a", window=window, step=0, measured={"loss": float(window)})
+        commit_once(store, keys.make_start_window_key("a", window), said)
+    found = read_median_metric(store, keys, ["a"], "loss", until=10)
+    assert found == {1: 1.0, 4: 4.0, 7: 7.0, 10: 10.0}
 
 
 def test_a_worker_says_once_what_the_weights_of_a_window_are_worth(

@@ -1,5 +1,6 @@
 """Summary of a campaign, from its committed records."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ from millrace.campaigns import (
     summarize_campaign,
 )
 from millrace.gradients import begin_run, select_weights
-from millrace.keys.rentals import MachineKeys
+from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.records import commit_once
 from millrace.rentals.destroy import record_release
 from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import list_own_attempts, take_over_machines
-from millrace.schemas.rental import ReleaseReason
+from millrace.schemas.rental import Contract, MoneyLimits, ReleaseReason
 from millrace.storage import Store, StoreSpec, list_objects, put
 from tests.support.campaigns.training import MakeTraining
 from tests.support.campaigns.workers import finalize_dataset
@@ -87,3 +88,26 @@ def test_a_campaign_has_a_lease_while_it_is_led(place: StoreSpec, store: Store) 
     assert lease.startswith("small/lease/campaign/")
     with pytest.raises(RuntimeError, match="x"), hold_campaign_lease(place, "small"):
         raise RuntimeError("x")  # and it was free
+
+
+def test_sharding_machines_of_an_earlier_campaign_cost_nothing(
+    place: StoreSpec, store: Store
+) -> None:
+    limits = MoneyLimits(max_total=5.0, max_hourly=1.0, machines=1)
+    campaign = Campaign("second", place, place, "text", rentals={"text-shards": limits})
+    keys = RentalKeys("text-shards")
+    before, since = datetime.now(UTC) - timedelta(days=30), datetime.now(UTC)
+
+    def rent(number: int, started_at: datetime) -> None:
+        attempt = make_attempt(
+            number, rental=keys.name, started_at=started_at, deadline=since + timedelta(days=1)
+        )
+        commit_once(store, keys.make_intent_key(number), attempt.intent)
+        commit_once(store, keys.make_contract_key(number), Contract(instance_id=number + 1))
+
+    rent(0, before)
+    assert summarize_campaign(campaign).machines == 0
+    with hold_campaign_lease(place, "second"):
+        assert summarize_campaign(campaign).machines == 0
+        rent(1, since)
+        assert summarize_campaign(campaign).machines == 1

@@ -11,7 +11,7 @@ from flows import campaign, campaign_epochs
 from flows.campaign_plan import PublishSettings
 from millrace import campaigns
 from millrace.campaigns import Training, TrainingOptions, TrainingProgress
-from millrace.errors import CorruptError, UnavailableError
+from millrace.errors import CorruptError, HeldError, UnavailableError
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
@@ -115,3 +115,27 @@ def test_damaged_final_weights_are_made_again_and_published(
     plan = cast("Any", SimpleNamespace(bucket=bucket))
     campaign.publish_weights(plan, make_training(), publish)
     assert steps == ["save", "repair", "save"]
+
+
+def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = StoreSpec(url="file:///unused")
+    logged: list[str] = []
+    monkeypatch.setattr(campaign_tasks, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(
+        campaign_tasks, "summarize_campaign", lambda _: logged.append(caplog.text) or "summary"
+    )
+    monkeypatch.setattr(campaign_tasks, "report_campaign", lambda *_: None)
+    with (
+        pytest.raises(UnavailableError),
+        campaign_tasks.report_failure(campaigns.Campaign("small", place, place)),
+    ):
+        raise UnavailableError("the store did not answer")
+    assert "the store did not answer" in logged[0]
+    with (
+        pytest.raises(HeldError),
+        campaign_tasks.report_failure(campaigns.Campaign("small", place, place)),
+    ):
+        raise HeldError("another process leads it")
+    assert len(logged) == 1
