@@ -14,6 +14,7 @@ from millrace.campaigns import Campaign, CampaignSummary, Training
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
+from tasks.checkpointing import check_checkpoint_destination
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
@@ -48,6 +49,8 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
 def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
+    if publish is not None:
+        check_destination(publish)
     if training is not None:
         campaign_tasks.check_training(training, plan.find_initial_weights)
     if data is not None and data.source is not None:
@@ -60,6 +63,14 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
         campaign_tasks.check_gradients_taken(training)
         if publish is not None:
             publish_weights(plan, training, publish)
+
+
+def check_destination(publish: PublishSettings) -> None:
+    """Refuse a destination that the weights cannot be saved to, before anything is made."""
+    if publish.hub is not None:
+        check_checkpoint_destination(publish.hub.make_spec(), publish.job)
+    elif publish.bucket is not None:
+        check_right(publish.bucket, Right.WRITE, publish.job)
 
 
 def train(plan: CampaignPlan, training: Training) -> None:

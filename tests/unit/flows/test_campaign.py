@@ -11,7 +11,7 @@ from flows import campaign, campaign_epochs
 from flows.campaign_plan import PublishSettings
 from millrace import campaigns
 from millrace.campaigns import Training, TrainingOptions, TrainingProgress
-from millrace.errors import CorruptError, HeldError, UnavailableError
+from millrace.errors import CorruptError, DeniedError, HeldError, UnavailableError
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
@@ -139,3 +139,17 @@ def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
     ):
         raise HeldError("another process leads it")
     assert len(logged) == 1
+
+
+def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*some: Any) -> None:
+        raise DeniedError(f"{some[2]} cannot be written")
+
+    place = StoreSpec(url="file:///unused")
+    monkeypatch.setattr(campaign, "check_right", refuse)
+    plan = SimpleNamespace(data=None, publish=PublishSettings(job="final", bucket="file:///unused"))
+    begun = campaigns.Campaign("small", place, place, training=make_training())
+    with pytest.raises(DeniedError, match="final cannot be written"):
+        campaign.run_stages(cast("Any", plan), begun)
