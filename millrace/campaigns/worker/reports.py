@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from itertools import islice
 
 from millrace import errors
@@ -82,7 +83,8 @@ def read_median_metric(
     reports = [(window, key) for window in shown for key in listed[window]]
     found: defaultdict[int, list[float]] = defaultdict(list)
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="reports") as pool:
-        values = pool.map(lambda report: _read_metric(store, keys, report[1], metric), reports)
+        names = [key for _, key in reports]
+        values = pool.map(partial(_read_metric, store, keys, metric), names)
         for (window, _), value in zip(reports, values, strict=True):
             if value is not None:
                 found[window].append(value)
@@ -100,7 +102,7 @@ def _choose_evenly(windows: Sequence[int], limit: int) -> list[int]:
     return [windows[number * (len(windows) - 1) // (limit - 1)] for number in range(limit)]
 
 
-def _read_metric(store: Store, keys: GradientKeys, key: str, metric: str) -> float | None:
+def _read_metric(store: Store, keys: GradientKeys, metric: str, key: str) -> float | None:
     """Return a metric of one report; None if the report has none, or cannot be read."""
     try:
         body = read_range(store, key, 0, _MAX_REPORT_BYTES)
