@@ -158,8 +158,9 @@ def _refuse_imports(location: str, code: bytes) -> None:
     Raises:
         ConfigurationError: The code imports such modules.
     """
-    found = [] if "://" in location else digest_file_imports(code, Path(location).parent)
-    if found:
+    if "://" in location:
+        return
+    if found := digest_file_imports(code, Path(location).parent):
         raise errors.ConfigurationError(
             f"{location} imports {', '.join(sorted(found)[:3])} from its folder, and other "
             "machines get the file alone: write all code into the file, or install the modules "
