@@ -19,7 +19,7 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 from prefect.exceptions import ObjectNotFound
 
 from blocks.bucket import Bucket, BucketRole
@@ -158,8 +158,10 @@ def _format_timing(schedule: DeploymentSchedule) -> str:
             return cron
         case IntervalSchedule(interval=interval):
             return f"every {interval}"
-        case timing:
-            return " ".join(timing.rrule.split())
+        case RRuleSchedule(rrule=rrule):
+            return " ".join(rrule.split())
+        case _:
+            return "none"
 
 
 def _deploy_all(project: dict[str, Any]) -> bool:

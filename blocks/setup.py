@@ -98,15 +98,21 @@ def set_up_server(
     click.echo("Next: millrace deploy, then: prefect worker start --pool " + WORK_POOL)
 
 
+class _WrongInputError(click.ClickException):
+    """Wrong input of a command."""
+
+    exit_code = 2
+
+
 @contextmanager
 def report_errors() -> Generator[None]:
     """Print an error of the block as a sentence, and exit: with 2 for wrong input, else with 1."""
     try:
         yield
+    except errors.ConfigurationError as error:
+        raise _WrongInputError(str(error)) from None
     except errors.MillraceError as error:
-        refusal = click.ClickException(str(error))
-        refusal.exit_code = 2 if isinstance(error, errors.ConfigurationError) else 1
-        raise refusal from None
+        raise click.ClickException(str(error)) from None
     except PrefectHTTPStatusError as error:
         raise click.ClickException(_describe_refusal(error)) from None
 
