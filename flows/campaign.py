@@ -10,7 +10,7 @@ from flows.release_machines import release_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
-from millrace.campaigns import Campaign, CampaignSummary, Training
+from millrace.campaigns import Campaign, CampaignLease, CampaignSummary, Training
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
@@ -35,9 +35,9 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     campaign = plan.make_campaign()
     check_right(plan.bucket, Right.WRITE, plan.name)
     # A start that finds the campaign held leaves the report of the other one.
-    lease = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
-    with lease, campaign_tasks.report_failure(campaign):
-        run_stages(plan, campaign)
+    held = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
+    with held as lease, campaign_tasks.report_failure(campaign):
+        run_stages(plan, campaign, lease)
     with campaign_tasks.report_failure(campaign):
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
@@ -46,7 +46,7 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     return summary
 
 
-def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
+def run_stages(plan: CampaignPlan, campaign: Campaign, lease: CampaignLease) -> None:
     """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if publish is not None:
@@ -59,10 +59,10 @@ def run_stages(plan: CampaignPlan, campaign: Campaign) -> None:
     elif data is not None:
         campaign_tasks.check_dataset_complete(campaign.read_store, data.dataset)
     if training is not None:
-        train(plan, training)
+        train(plan, training, lease)
         campaign_tasks.check_gradients_taken(training)
         if publish is not None:
-            publish_weights(plan, training, publish)
+            publish_weights(plan, training, publish, lease)
 
 
 def check_destination(publish: PublishSettings) -> None:
@@ -73,8 +73,9 @@ def check_destination(publish: PublishSettings) -> None:
         check_right(publish.bucket, Right.WRITE, publish.job)
 
 
-def train(plan: CampaignPlan, training: Training) -> None:
+def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:
     """Train the epochs that have not ended yet."""
+    lease.refuse_if_lost()  # the sharding may have taken long
     campaign_tasks.commit_training(training)
     progress, rental = campaign_tasks.read_training_progress(training), plan.rental
     if progress.has_ended:
@@ -87,13 +88,16 @@ def train(plan: CampaignPlan, training: Training) -> None:
     with group as workers:
         campaign_tasks.await_workers(training, workers)
         for epoch in progress.find_open_epochs(training):
-            run_epoch(plan, training, epoch, workers)
+            run_epoch(plan, training, epoch, workers, lease)
         workers.wait_until_done(training.cooldown_timeout)
 
 
-def publish_weights(plan: CampaignPlan, training: Training, publish: PublishSettings) -> None:
+def publish_weights(
+    plan: CampaignPlan, training: Training, publish: PublishSettings, lease: CampaignLease
+) -> None:
     """Publish the weights after the last window; damaged ones are made again from the chain."""
-    aggregate = make_aggregator(plan, training)
+    lease.refuse_if_lost()
+    aggregate = make_aggregator(plan, training, lease)
     step = campaigns.ensure_final_weights_saved(training, aggregate)
     source = CheckpointInput(bucket=plan.bucket, job=training.weights_job, step=step)
     try:

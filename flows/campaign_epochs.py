@@ -4,17 +4,35 @@ from flows.aggregate_gradients import aggregate_gradients
 from flows.campaign_plan import CampaignPlan
 from flows.cooldown import run_cooldown
 from millrace import campaigns
-from millrace.campaigns import CampaignWorkers, RunAggregator, Training
+from millrace.campaigns import (
+    CampaignLease,
+    CampaignWorkers,
+    MergedWindows,
+    RunAggregator,
+    Training,
+)
 from millrace.errors import UnavailableError
+from millrace.gradients import AggregationSettings
 from tasks import campaign_tasks
 from tasks.retries import tolerate
 
 _COOLDOWNS = 2  # runs of `cooldown` for an epoch: the second after an outage of the store
 
 
-def run_epoch(plan: CampaignPlan, training: Training, epoch: int, workers: CampaignWorkers) -> None:
-    """Merge the windows of an epoch, and end the epoch."""
-    campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training))
+def run_epoch(
+    plan: CampaignPlan,
+    training: Training,
+    epoch: int,
+    workers: CampaignWorkers,
+    lease: CampaignLease,
+) -> None:
+    """Merge the windows of an epoch, and end the epoch.
+
+    Raises:
+        HeldError: Another process has taken over the campaign.
+    """
+    campaigns.merge_epoch(training, epoch, workers, make_aggregator(plan, training, lease))
+    lease.refuse_if_lost()
     if campaign_tasks.needs_cooldown(training, epoch):
         end_epoch(plan, training, epoch)
 
@@ -39,9 +57,14 @@ def end_epoch(plan: CampaignPlan, training: Training, epoch: int) -> None:
     )
 
 
-def make_aggregator(plan: CampaignPlan, training: Training) -> RunAggregator:
-    """Return a function that runs an aggregator of the training with given settings."""
-    return lambda settings: aggregate_gradients(
-        plan.bucket, training.run, training.uids,
-        initial_weights=plan.make_weights_input(), aggregation=settings,
-    )  # fmt: skip
+def make_aggregator(plan: CampaignPlan, training: Training, lease: CampaignLease) -> RunAggregator:
+    """Return a function that runs an aggregator of the training, while this process leads."""
+
+    def aggregate(settings: AggregationSettings) -> MergedWindows | None:
+        lease.refuse_if_lost()
+        return aggregate_gradients(
+            plan.bucket, training.run, training.uids,
+            initial_weights=plan.make_weights_input(), aggregation=settings,
+        )  # fmt: skip
+
+    return aggregate

@@ -7,7 +7,7 @@ cleans. This package decides which of them are needed, and with which settings.
 from millrace.campaigns.campaign import Campaign, Training
 from millrace.campaigns.checks import check_dataset_complete, check_training
 from millrace.campaigns.committed_training import check_committed_training, commit_training
-from millrace.campaigns.lease import hold_campaign_lease
+from millrace.campaigns.lease import CampaignLease, hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
 from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
 from millrace.campaigns.progress import (
@@ -33,6 +33,7 @@ from millrace.campaigns.workers import (
 
 __all__ = [
     "Campaign",
+    "CampaignLease",
     "CampaignSummary",
     "CampaignWorkers",
     "LocalWorkerOptions",

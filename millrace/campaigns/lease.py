@@ -1,20 +1,51 @@
 """Lease of a campaign: one process leads it at a time."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from millrace.errors import HeldError
+from millrace.errors import HeldError, UnavailableError
 from millrace.keys.campaigns import CampaignKeys
-from millrace.lease import Heartbeat, HeldLease, Holder, StoreClock, await_lease
+from millrace.lease import Heartbeat, HeldLease, Holder, Lease, StoreClock, await_lease
 from millrace.storage import StoreSpec, open_store
 
 _TTL = timedelta(minutes=1)
 
 
+class CampaignLease:
+    """Lease by which this process leads a campaign.
+
+    Args:
+        name: Name of the campaign.
+        lease: Lease that this process has acquired, and may have lost since.
+    """
+
+    def __init__(self, name: str, lease: Lease) -> None:
+        self._name, self._lease = name, lease
+
+    def refuse_if_lost(self) -> None:
+        """Refuse to lead the campaign after another process has taken it over. One listing.
+
+        This happens if this process was suspended, or could not renew its lease. While the store
+        does not answer, nothing is refused.
+
+        Raises:
+            HeldError: Another process leads the campaign.
+        """
+        with suppress(UnavailableError):
+            if self._lease.is_superseded():
+                raise HeldError(
+                    f"Another process has taken over the campaign {self._name}: this one stops, "
+                    "and leaves the campaign and its machines to that."
+                )
+
+
 @contextmanager
-def hold_campaign_lease(spec: StoreSpec, name: str) -> Generator[None]:
+def hold_campaign_lease(spec: StoreSpec, name: str) -> Generator[CampaignLease]:
     """Hold the lease of a campaign while the block lasts, or take over that of a dead process.
+
+    Yields:
+        The lease, which the leader asks before each step that another leader must not take, too.
 
     Raises:
         HeldError: A living process holds the lease.
@@ -29,4 +60,4 @@ def hold_campaign_lease(spec: StoreSpec, name: str) -> Generator[None]:
         )
     with Heartbeat(_TTL) as heart:
         heart.keep(held)
-        yield
+        yield CampaignLease(name, held)

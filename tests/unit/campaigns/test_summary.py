@@ -13,8 +13,11 @@ from millrace.campaigns import (
     hold_campaign_lease,
     summarize_campaign,
 )
+from millrace.errors import HeldError
 from millrace.gradients import begin_run, select_weights
+from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.rentals import MachineKeys, RentalKeys
+from millrace.lease import Holder, LeaseTerm
 from millrace.records import commit_once
 from millrace.rentals.destroy import record_release
 from millrace.rentals.life_signs import LifeSigns
@@ -88,6 +91,16 @@ def test_a_campaign_has_a_lease_while_it_is_led(place: StoreSpec, store: Store) 
     assert lease.startswith("small/lease/campaign/")
     with pytest.raises(RuntimeError, match="x"), hold_campaign_lease(place, "small"):
         raise RuntimeError("x")  # and it was free
+
+
+def test_a_leader_whose_lease_was_taken_over_stops(place: StoreSpec, store: Store) -> None:
+    keys = CampaignKeys("small").lease
+    with hold_campaign_lease(place, "small") as lease:
+        lease.refuse_if_lost()
+        term = LeaseTerm(holder=Holder.describe_this_process(), ttl=timedelta(minutes=1))
+        commit_once(store, keys.make_term_key(1), term)
+        with pytest.raises(HeldError, match="Another process has taken over the campaign small"):
+            lease.refuse_if_lost()
 
 
 def test_sharding_machines_of_an_earlier_campaign_cost_nothing(

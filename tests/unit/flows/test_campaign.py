@@ -1,6 +1,7 @@
 """Order of a campaign's steps."""
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import pytest
 from flows import campaign, campaign_epochs
 from flows.campaign_plan import PublishSettings
 from millrace import campaigns
-from millrace.campaigns import Training, TrainingOptions, TrainingProgress
+from millrace.campaigns import CampaignLease, Training, TrainingOptions, TrainingProgress
 from millrace.errors import CorruptError, DeniedError, HeldError, UnavailableError
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
@@ -28,12 +29,18 @@ def make_training() -> Training:
     return Training("small", "text", rules, place, place)
 
 
+@pytest.fixture
+def lease() -> Iterator[CampaignLease]:
+    with campaigns.hold_campaign_lease(StoreSpec(url="memory://test-campaign"), "small") as lease:
+        yield lease
+
+
 @pytest.mark.parametrize(
     ("newest", "epochs"),
     [(1, ["epoch 0", "epoch 1"]), (3, ["epoch 0", "epoch 1"]), (4, ["epoch 1"])],
 )
 def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
-    monkeypatch: pytest.MonkeyPatch, newest: int, epochs: list[str]
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease, newest: int, epochs: list[str]
 ) -> None:
     """Otherwise it would merge windows without a gradient while the workers start."""
     steps: list[str] = []
@@ -44,7 +51,7 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
     monkeypatch.setattr(campaign_tasks, "await_workers", lambda *_: steps.append("await workers"))
     monkeypatch.setattr(campaign, "run_epoch", lambda *some: steps.append(f"epoch {some[2]}"))
     plan = cast("Any", SimpleNamespace(rental=None))
-    campaign.train(plan, make_training())
+    campaign.train(plan, make_training(), lease)
     assert steps == ["await workers", *epochs]
 
 
@@ -97,7 +104,7 @@ def test_no_window_opens_after_an_epoch_that_has_not_ended(
 
 
 def test_damaged_final_weights_are_made_again_and_published(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease
 ) -> None:
     steps: list[str] = []
 
@@ -113,7 +120,7 @@ def test_damaged_final_weights_are_made_again_and_published(
     bucket = "file:///unused"
     publish = PublishSettings(job="final", bucket=bucket)
     plan = cast("Any", SimpleNamespace(bucket=bucket))
-    campaign.publish_weights(plan, make_training(), publish)
+    campaign.publish_weights(plan, make_training(), publish, lease)
     assert steps == ["save", "repair", "save"]
 
 
@@ -142,7 +149,7 @@ def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
 
 
 def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease
 ) -> None:
     def refuse(*some: Any) -> None:
         raise DeniedError(f"{some[2]} cannot be written")
@@ -152,4 +159,4 @@ def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
     plan = SimpleNamespace(data=None, publish=PublishSettings(job="final", bucket="file:///unused"))
     begun = campaigns.Campaign("small", place, place, training=make_training())
     with pytest.raises(DeniedError, match="final cannot be written"):
-        campaign.run_stages(cast("Any", plan), begun)
+        campaign.run_stages(cast("Any", plan), begun, lease)
