@@ -59,7 +59,7 @@ class _Column(NamedTuple):
 
     @property
     def keeps_text(self) -> bool:
-        """Whether a text is written unchanged."""
+        """True if a text is written unchanged."""
         return self.kind != FieldType.JSON and not is_array(self.kind)
 
 

@@ -57,7 +57,7 @@ def test_a_campaign_that_is_started_again_waits_for_workers_before_it_merges(
 
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[Exception | None]:
-    """What each further run of `cooldown` raises; None for one that ends the epoch."""
+    """Return what further runs of `cooldown` raise; None for one that ends the epoch."""
     tries: list[Exception | None] = []
 
     def run_cooldown(*_: Any, **__: Any) -> None:
