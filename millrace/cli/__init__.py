@@ -7,6 +7,7 @@ such as ``campaign.run``, adds a command to a noun.
 import io
 import logging
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -52,7 +53,8 @@ def main(*, verbose: bool) -> None:
     """
     stdout: object = sys.stdout
     if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(errors="replace")  # a key may have characters that it lacks
+        with suppress(OSError):  # Python asks some pipes for their position
+            stdout.reconfigure(errors="replace")  # a key may have characters that it lacks
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s"
     )

@@ -241,7 +241,9 @@ def test_a_quarantine_object_that_is_deleted_meanwhile_hides_no_error(settings, 
     monkeypatch.setattr("millrace.datasets.quarantine.list_objects", list_and_delete)
     limit = changed(settings, execution={"max_quarantined": 0}).execution
     with pytest.raises(errors.QuarantineError, match="First reasons: row: b"):
-        QuarantineLimit(store, keys, plan_dataset(settings), limit).check(good=1, bad=8)
+        QuarantineLimit(store, keys, plan_dataset(settings), limit).check(
+            samples=1, rows=9, bad_rows=8
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -206,11 +206,12 @@ def _hear_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_reaper_without_blocks_looks_at_nothing_and_one_that_cannot_read_fails(
+def test_a_reaper_whose_blocks_are_missing_fails_as_does_one_that_cannot_read(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
-    nothing = prefect_api.call(reap_machines, bucket="not-there", vast="not-there")
-    assert nothing.code == 0, nothing.output
+    missing = prefect_api.call(reap_machines, bucket="not-there", vast="not-there")
+    assert missing.code == 1
+    assert "There is no Millrace Bucket block 'not-there'" in missing.output
     assert vast.list_requests() == []
 
     wrong = VastCredentials(api_key=SecretStr("not-a-key-of-yours"), server_url=vast.url)
