@@ -36,6 +36,7 @@ from millrace.gradients import (
     select_weights,
 )
 from millrace.gradients.settings import WindowOpening
+from millrace.gradients.sync import chain_follower
 from millrace.gradients.sync import participant as participant_module
 from millrace.records import commit_once, fetch
 from millrace.schemas.merge import MergeRule, MergeSettings
@@ -609,8 +610,9 @@ def test_options_that_need_more_gradients_than_there_are_workers_open_no_window(
     assert not exists(store, settings.chain_keys.make_opening_key(1))
 
 
-def test_a_worker_waits_as_long_as_the_aggregator_says(store):
+def test_a_worker_waits_as_long_as_the_aggregator_says(store, monkeypatch):
     """Its own settings are those of the run's beginning: a rented machine keeps its file."""
+    monkeypatch.setattr(chain_follower, "_OPENING_TIMEOUT", timedelta(0))
     mine, settings = model(), settings_of().model_copy(update={"window_length": timedelta(0)})
     participant = Participant(settings, "0", store, store, select_weights(mine))
     with pytest.raises(errors.UnavailableError, match=r"not merged in 0:00:00"):
