@@ -1,5 +1,7 @@
 """Worker processes are started and ended together with their driver."""
 
+import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.datasets import worker_processes
-from millrace.datasets.worker_processes import ProcessPool
+from millrace.datasets.worker_processes import ProcessPool, WorkerProcess
 
 CHILD = """
 import time
@@ -46,3 +48,12 @@ def test_a_process_ends_with_its_parent_whatever_it_does() -> None:
         assert parent.stdout.readline() == b"ready\n"
         parent.kill()
         assert parent.stdout.read() == b""  # ends with the last process that can write there
+
+
+def test_ctrl_c_reaches_no_worker_before_its_main_function() -> None:
+    with ProcessPool(1) as pool:
+        worker = pool.find_idle()
+        assert isinstance(worker, WorkerProcess)
+        os.kill(worker.pid, signal.SIGINT)
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert worker.wait_for_exit().cause == "exited with code 0"
