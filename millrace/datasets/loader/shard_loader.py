@@ -214,6 +214,27 @@ class ShardLoader:
         ends = compute_ends(none, lengths, dealt, self._remainder)
         return int(ends[dealt[self._process.rank][0]].sum())
 
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch of this rank, or of batches with `batch_size`.
+
+        After a resume, it is still that of the whole epoch. Worker processes have up to one more
+        batch each, since each ends with a shorter batch.
+
+        Raises:
+            TypeError: `transform` or `pack` decide the number while the samples are read.
+        """
+        if self._steps:
+            raise TypeError(
+                "With `transform` or `pack`, nobody knows the number of samples before the end of "
+                "the epoch. Count steps instead, or use `rank_samples`, the number before them."
+            )
+        size = self._batch_size or 1
+        return (self.rank_samples + size - 1) // size
+
+    def __bool__(self) -> bool:
+        """Return True, also where `len` is not known."""
+        return True
+
     def seek(self, epoch: int, received: int) -> None:
         """Go to the place in an epoch at which this rank has received a number of samples.
 

@@ -33,6 +33,18 @@ class TorchShards(IterableDataset[Any]):
         self._is_elsewhere.value = get_worker_info() is not None
         return iter(self._loader)
 
+    def __len__(self) -> int:
+        """Return the number of samples or batches of an epoch, see `ShardLoader.__len__`.
+
+        Raises:
+            TypeError: The number is not known before the samples are read.
+        """
+        return len(self._loader)
+
+    def __bool__(self) -> bool:
+        """Return True, also where `len` is not known."""
+        return True
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is."""
         self._loader.set_epoch(epoch)

@@ -292,6 +292,7 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
         dataset, batch_size=None, num_workers=2, timeout=120, multiprocessing_context=method,
         persistent_workers=True,
     )  # fmt: skip
+    assert len(data) == len(texts)
     state = dataset.state_dict()
     for epoch in range(2):
         dataset.set_epoch(epoch)

@@ -507,6 +507,30 @@ def test_a_trainer_that_changes_its_samples_changes_no_repetition(make: Make) ->
         assert found == expected
 
 
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
+def test_the_length_is_that_of_a_whole_epoch_of_the_rank(
+    make: Make, remainder: str, batch_size: int | None
+) -> None:
+    for rank in range(3):
+        loader = make(
+            world_size=3, streams=6, rank=rank, remainder=remainder, batch_size=batch_size
+        )
+        assert len(loader) == len(list(loader)) > 0
+        state = loader.state_dict()
+        next(iter(loader))
+        assert len(loader) == len(loader.as_torch_dataset()) == len(list(loader)) + 1
+        loader.load_state_dict(state)
+
+
+def test_the_length_of_transformed_samples_is_not_known(make: Make) -> None:
+    for loader in (make(transform=list), make("tokens", pack=8)):
+        for one in (loader, loader.as_torch_dataset()):
+            assert one
+            with pytest.raises(TypeError, match="before the end of the epoch"):
+                len(one)
+
+
 @pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
 def test_a_loader_goes_to_any_place_of_an_epoch(make: Make, remainder: str) -> None:
     options: dict[str, Any] = {"world_size": 3, "streams": 6, "rank": 1, "remainder": remainder}
