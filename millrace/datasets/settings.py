@@ -87,8 +87,8 @@ class ShardingSettings(BaseModel):
 
     transforms: TransformList = Field(
         default=[],
-        description="Transforms of the samples, in their order: `filter`, `rename`, `function` and "
-        "`tokenize`.",
+        description="Transforms of the samples, in their order: `filter`, `rename`, `join`, "
+        "`function` and `tokenize`.",
     )
 
     @field_validator("formats")

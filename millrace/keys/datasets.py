@@ -17,7 +17,7 @@ _INDEX = (
 )
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
-    r"|transforms/[0-9a-f]{64}\.(?:py|json)"
+    r"|transforms/[0-9a-f]{64}\.(?:py|jsonl?|csv|tsv)"
     r"|quarantine/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.jsonl"
     r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.[a-z]+"
     rf"|{_INDEX})"
@@ -181,7 +181,7 @@ class DatasetKeys:
 
     @property
     def transforms(self) -> str:
-        """Prefix of the code and the tokenizers of transforms."""
+        """Prefix of the code, the tokenizers and the tables of transforms."""
         return f"{self.dataset}/transforms/"
 
     @property
@@ -209,11 +209,11 @@ class DatasetKeys:
         return f"{self.partition_notes}{partition}-{get_hex(digest)[:16]}.jsonl"
 
     def make_transform_key(self, digest: str, extension: str) -> str:
-        """Return the key of the code or the tokenizer of a transform.
+        """Return the key of the code, the tokenizer or the table of a transform.
 
         Args:
             digest: Digest of the bytes. The key has all of its digits.
-            extension: ``py`` or ``json``.
+            extension: ``py``, ``json``, ``jsonl``, ``csv`` or ``tsv``.
         """
         return f"{self.transforms}{get_hex(digest)}.{extension}"
 

@@ -123,6 +123,15 @@ def _trace_fields(
                     fields={new.get(name, name): kind for name, kind in traced.fields.items()},
                     tokens={new.get(name, name): kind for name, kind in traced.tokens.items()},
                 )
+            case "join":
+                added = {name: guess_type(name) for name in step.get("columns") or ["json"]}
+                if twice := sorted(added.keys() & traced.fields.keys()):
+                    raise ConfigurationError(
+                        f"The transform join adds the field {twice[0]!r}, which the samples have "
+                        "already. Give it another name in `columns` of the transform, or rename "
+                        "the field before."
+                    )
+                traced = traced._replace(fields={**traced.fields, **added})
             case "tokenize":
                 tokens = {TOKENS: FieldType(f"{step['dtype']}[]")}
                 if "pack" in step:

@@ -68,7 +68,8 @@ class JsonLinesSource:
 
     Args:
         files: Files of the source.
-        dataset_store: Store of the dataset, for the seek points of compressed files.
+        dataset_store: Store of the dataset, for the seek points of compressed files; None without
+            such files.
         columns: Column of each field, by the field's extension. Text is written unchanged, and
             other values as JSON. In a field that is JSON, text is JSON too. In a field that is an
             array, lists of integers become its items. None writes each row whole, as ``json``.
@@ -80,7 +81,7 @@ class JsonLinesSource:
     def __init__(
         self,
         files: SourceFiles,
-        dataset_store: Store,
+        dataset_store: Store | None,
         columns: dict[str, str] | None = None,
         *,
         types: Mapping[str, str] = MappingProxyType({}),

@@ -11,6 +11,7 @@ from millrace.datasets.transforms.recorded import (
 from millrace.datasets.transforms.settings import (
     FilterSettings,
     FunctionSettings,
+    JoinSettings,
     RenameSettings,
     TokenizeSettings,
     TransformList,
@@ -21,6 +22,7 @@ from millrace.datasets.transforms.source import TransformChain, TransformedSourc
 __all__ = [
     "FilterSettings",
     "FunctionSettings",
+    "JoinSettings",
     "RecordedTransforms",
     "RenameSettings",
     "TokenizeSettings",

@@ -34,11 +34,13 @@ from millrace.datasets.transforms.imports import (
     digest_file_imports,
     digest_package_imports,
 )
+from millrace.datasets.transforms.join import JoinTransform
 from millrace.datasets.transforms.json_check import JsonCheck
 from millrace.datasets.transforms.rename import RenameTransform
 from millrace.datasets.transforms.settings import (
     FilterSettings,
     FunctionSettings,
+    JoinSettings,
     RenameSettings,
     TokenizeSettings,
     TransformSettings,
@@ -53,12 +55,12 @@ from millrace.storage import Store, StoreSpec, open_store, read
 
 _VERSION = "3"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
-_MAX_TOKENIZER_BYTES = 128 << 20
-_MAX_TOKENIZERS = 4  # tokenizers that a process keeps
+_MAX_DATA_BYTES = 128 << 20  # of a tokenizer or a table
+_MAX_KEPT = 4  # tokenizers and tables that a process keeps
 _TABLE_KINDS = {
     SourceKind.JSONL, SourceKind.CSV, SourceKind.PARQUET, SourceKind.HUGGINGFACE
 }  # fmt: skip
-_tokenizers: dict[str, bytes] = {}  # verified tokenizers, by their digests
+_kept: dict[str, bytes] = {}  # verified tokenizers and tables, by their digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def record_transforms(
     dataset_store: Store | None = None,
     allow_private: bool = False,
 ) -> RecordedTransforms:
-    """Read the functions and tokenizers of transforms, check them, and describe them.
+    """Read the functions, tokenizers and tables of transforms, check them, and describe them.
 
     Args:
         settings: Settings of the transforms.
@@ -134,9 +136,13 @@ def bundle_files(
                 path = f"transforms/{number}.py"
                 update = {"function": f"./{path}:{step.name}"}
             case TokenizeSettings(tokenizer=location):
-                body = _read_location(location, _MAX_TOKENIZER_BYTES, allow_private=allow_private)
+                body = _read_location(location, _MAX_DATA_BYTES, allow_private=allow_private)
                 path = f"transforms/{number}.json"
                 update = {"tokenizer": f"./{path}"}
+            case JoinSettings(table=location):
+                body = _read_location(location, _MAX_DATA_BYTES, allow_private=allow_private)
+                path = f"transforms/{number}.{step.extension}"
+                update = {"table": f"./{path}"}
             case _:
                 steps.append(step)
                 continue
@@ -182,7 +188,7 @@ def read_tokenizer(
         ConfigurationError: The file has another digest, or is too large.
         NotFoundError: There is no such file.
     """
-    body = _read_location(location, _MAX_TOKENIZER_BYTES, allow_private=allow_private)
+    body = _read_location(location, _MAX_DATA_BYTES, allow_private=allow_private)
     _check_digest(location, compute_digest(body), digest)
     return body
 
@@ -204,7 +210,7 @@ def open_transforms(
     """
 
     def read_object(key: str) -> bytes:
-        return read(dataset_store, key, max_size=_MAX_TOKENIZER_BYTES)
+        return read(dataset_store, key, max_size=_MAX_DATA_BYTES)
 
     return _open_chain(record, read_object, types)
 
@@ -338,13 +344,18 @@ def _describe_step(step: TransformSettings, reader: _FileReader) -> JsonObject:
                 digest_file_imports(code, Path(str(step.file)).parent)
             )
         case TokenizeSettings():
-            file = reader.read(step.tokenizer, step.digest, "json", _MAX_TOKENIZER_BYTES)
+            file = reader.read(step.tokenizer, step.digest, "json", _MAX_DATA_BYTES)
             module = _import_tokenize()
             made = module.TokenizeTransform(step, reader.objects[file["object"]])
             others = step.model_dump(
                 mode="json", exclude={"tokenizer", "digest"}, exclude_none=True
             )
             return {**others, **file, "dtype": made.dtype, "library": module.LIBRARY_VERSION}
+        case JoinSettings():
+            file = reader.read(step.table, step.digest, step.extension, _MAX_DATA_BYTES)
+            JoinTransform(step, reader.objects[file["object"]])  # errors name the table
+            others = step.model_dump(mode="json", exclude={"table", "digest"}, exclude_none=True)
+            return {**others, **file}
 
 
 def _describe_modules(digests: dict[str, str]) -> JsonObject:
@@ -384,6 +395,8 @@ def _open_chain(
             case "tokenize":
                 transform, packing = _open_tokenize(step, body)
                 transforms.append(transform)
+            case "join":
+                transforms.append(_open_join(step, body, types_there))
             case "filter":
                 from millrace.datasets.transforms.filter import FilterTransform  # noqa: PLC0415
 
@@ -396,11 +409,11 @@ def _open_chain(
 def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> bytes:
     """Return the object of a step, or empty bytes if the step has none.
 
-    A process reads a tokenizer once for all partitions. Its digest is its identity.
+    A process reads a tokenizer or a table once for all partitions. Its digest is its identity.
     """
     if "object" not in step:
         return b""
-    if (kept := _tokenizers.get(step["digest"])) is not None:
+    if (kept := _kept.get(step["digest"])) is not None:
         return kept
     body = read_object(step["object"])
     if compute_digest(body) != step["digest"]:
@@ -408,10 +421,10 @@ def _read_verified(step: JsonObject, read_object: Callable[[str], bytes]) -> byt
             f"{step['object']} does not have the digest of the plan: another program has written "
             "under this dataset's name. Shard the source under another name."
         )
-    if step["kind"] == "tokenize":
-        if len(_tokenizers) >= _MAX_TOKENIZERS:
-            _tokenizers.clear()
-        _tokenizers[step["digest"]] = body
+    if step["kind"] in {"tokenize", "join"}:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[step["digest"]] = body
     return body
 
 
@@ -463,6 +476,12 @@ def _open_tokenize(step: JsonObject, body: bytes) -> tuple[SampleTransform, Pack
     return module.TokenizeTransform(settings, body), packing
 
 
+def _open_join(step: JsonObject, body: bytes, types: Mapping[str, str]) -> JoinTransform:
+    others = {name: value for name, value in step.items() if name not in {"digest", "object"}}
+    settings = JoinSettings.model_validate({**others, "table": step["object"]})
+    return JoinTransform(settings, body, types)
+
+
 def _import_tokenize() -> Any:
     return import_extra_module("millrace.datasets.transforms.tokenize", "tokenizers")
 
@@ -512,5 +531,5 @@ def _makes_json(record: SourceRecord) -> bool:
     return (
         record.kind in _TABLE_KINDS
         and record.settings["columns"] is None
-        and not any(step["kind"] in {"function", "rename"} for step in steps)
+        and not any(step["kind"] in {"function", "join", "rename"} for step in steps)
     )

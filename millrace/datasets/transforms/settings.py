@@ -98,6 +98,64 @@ class RenameSettings(BaseModel):
         return fields
 
 
+class JoinSettings(BaseModel):
+    """Settings of the transform that adds a row of a table to each sample."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["join"] = Field(default="join", description="`join`.")
+    table: str = Field(
+        description="Path or URL of the table, such as `./metadata.csv`: CSV or TSV with a header, "
+        "or JSON lines (`.jsonl`), of at most 128 MiB. The bytes are stored in the dataset."
+    )
+    digest: OwnDigest | None = Field(
+        default=None,
+        description="Digest that the table must have. A machine without the file takes the file "
+        "with this digest from the dataset.",
+    )
+    column: str = Field(
+        default="file_name",
+        description="Column that names the sample of a row: one of its files, such as "
+        "`cats/1.jpg`, or its key, such as `cats/1`.",
+    )
+    field: FieldName | None = Field(
+        default=None,
+        description="Field whose text is equal to the value in `column`, such as `id`. By default "
+        "the files and the key of a sample name its row.",
+    )
+    columns: dict[FieldName, str] | None = Field(
+        default=None,
+        min_length=1,
+        description='Column of each new field, such as `{"txt": "caption"}`. By default the whole '
+        "row becomes the field `json`.",
+    )
+    missing: Literal["quarantine", "drop", "keep"] = Field(
+        default="quarantine",
+        description="Treatment of a sample without a row: `quarantine`, `drop`, or `keep`, which "
+        "leaves it without the new fields.",
+    )
+
+    @field_validator("table")
+    @classmethod
+    def _check_table(cls, table: str) -> str:
+        if PurePosixPath(table).suffix.lower() not in {".csv", ".tsv", ".jsonl"}:
+            raise ValueError(
+                f"{table!r} is no table that can be read: name a file .csv, .tsv or .jsonl"
+            )
+        return table
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: dict[str, str] | None) -> dict[str, str] | None:
+        check_distinct(columns or {})
+        return columns
+
+    @property
+    def extension(self) -> str:
+        """Extension of the table, which decides how it is read."""
+        return PurePosixPath(self.table).suffix.lower().removeprefix(".")
+
+
 class FunctionSettings(BaseModel):
     """Settings of a transform that is a Python function."""
 
@@ -196,7 +254,8 @@ class TokenizeSettings(BaseModel):
 
 
 _REQUIRED = {
-    "tokenizer": "tokenize", "function": "function", "fields": "rename", "field": "filter"
+    "tokenizer": "tokenize", "function": "function", "table": "join", "fields": "rename",
+    "field": "filter",
 }  # fmt: skip
 
 
@@ -211,12 +270,13 @@ def _find_kind(settings: Any) -> str | None:
 TransformSettings = Annotated[
     Annotated[FilterSettings, Tag("filter")]
     | Annotated[RenameSettings, Tag("rename")]
+    | Annotated[JoinSettings, Tag("join")]
     | Annotated[FunctionSettings, Tag("function")]
     | Annotated[TokenizeSettings, Tag("tokenize")],
     Discriminator(
         _find_kind,
         custom_error_type="transform_kind",
-        custom_error_message="a transform has a `kind`: filter, rename, function or tokenize",
+        custom_error_message="a transform has a `kind`: filter, rename, join, function or tokenize",
     ),
 ]
 

@@ -53,6 +53,7 @@ def test_every_block_of_the_guide_to_datasets(
         "s3://somewhere/tables": make_tables(tmp_path / "tables"),
         "s3://somewhere/pictures": make_pictures(tmp_path / "pictures"),
         "s3://somewhere/tars": make_tars(tmp_path / "tars"),
+        "s3://somewhere/photos": (tmp_path / "photos").as_uri(),
         "s3://somewhere/lists": (tmp_path / "lists").as_uri(),
     }
     environment = {
@@ -172,6 +173,19 @@ def test_every_block_of_the_guide_to_datasets(
         shards = sorted((store / "tokens/shards/tokens/train").glob("*.npy"))
         assert shards
         assert sum(len(np.load(path)) for path in shards) > 4000
+        (folder / "job.yaml").write_text(original)
+
+        (folder / "metadata.csv").write_text("file_name,caption,label\na/1.jpg,one,3\na/2.jpg,,4\n")
+        (tmp_path / "photos/a").mkdir(parents=True)
+        for number in (1, 2):
+            (tmp_path / f"photos/a/{number}.JPG").write_bytes(bytes([number]))
+        path = guide.write("job.yaml", {'["*.jpg"]': '["*.JPG"]'}, update=True)
+        update_source(path, "photos", columns=None)
+        assert "2 samples" in guide.type(run)
+        assert read_fields(store / "photos") == {
+            "a/1.jpg": b"\x01", "a/1.txt": b"one", "a/1.cls": b"3",
+            "a/2.jpg": b"\x02", "a/2.txt": b"", "a/2.cls": b"4",
+        }  # fmt: skip
         (folder / "job.yaml").write_text(original)
 
         update_source(guide.write("job.yaml", update=True), "ray", columns={"txt": "text"})

@@ -59,6 +59,18 @@ def test_a_function_may_make_tokens_of_another_type():
     assert found == {"tokens": "uint16[]"}
 
 
+def test_the_columns_of_a_table_become_fields():
+    join = {"kind": "join", "column": "id"}
+    assert decide(join) == {"cls": "int", "json": "json", "txt": "str"}
+    renamed = {"kind": "rename", "fields": {"id": "uid"}}
+    found = decide({**join, "field": "txt", "columns": {"id": "label"}}, renamed)
+    assert found == {"cls": "int", "txt": "str", "uid": "int"}
+    with pytest.raises(errors.ConfigurationError, match="needs the field 'id'"):
+        decide({**join, "field": "id"})
+    with pytest.raises(errors.ConfigurationError, match="adds the field 'txt', which"):
+        decide({**join, "columns": {"txt": "caption"}})
+
+
 def test_a_source_without_names_needs_types():
     with pytest.raises(errors.ConfigurationError, match="Write them into `types`"):
         decide(FUNCTION)

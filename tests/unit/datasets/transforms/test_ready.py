@@ -12,6 +12,7 @@ from millrace.datasets.sample import BadRow, LargeFile, Sample
 from millrace.datasets.transforms import (
     FilterSettings,
     FunctionSettings,
+    JoinSettings,
     RenameSettings,
     TokenizeSettings,
     TransformList,
@@ -35,6 +36,7 @@ def test_a_list_of_settings_is_read_by_kind():
             {"kind": "filter", "field": "txt", "min_size": "1KiB"},
             {"kind": "rename", "fields": {"txt": "text"}},
             {"kind": "function", "function": "package.module:clean"},
+            {"table": "m.csv", "field": "id"},
             {"kind": "tokenize", "tokenizer": "t.json", "field": "text", "truncate": 5},
         ]
     )
@@ -42,6 +44,7 @@ def test_a_list_of_settings_is_read_by_kind():
         FilterSettings,
         RenameSettings,
         FunctionSettings,
+        JoinSettings,
         TokenizeSettings,
     ]
 
@@ -70,7 +73,10 @@ def test_a_list_of_settings_is_read_by_kind():
             ],
             "make pack the last step",
         ),
-        ([{"kind": "other"}], "a transform has a .kind.: filter, rename, function or tokenize"),
+        (
+            [{"kind": "other"}],
+            "a transform has a .kind.: filter, rename, join, function or tokenize",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, message):

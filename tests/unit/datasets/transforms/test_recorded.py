@@ -11,8 +11,10 @@ from millrace.datasets.sample import Sample
 from millrace.datasets.transforms import (
     FilterSettings,
     FunctionSettings,
+    JoinSettings,
     RenameSettings,
     TokenizeSettings,
+    bundle_files,
     list_transform_changes,
     open_transforms,
     record_transforms,
@@ -80,6 +82,33 @@ def test_a_worker_runs_the_bytes_of_the_plan_when_the_files_are_gone(files, stor
     assert chain.packing == (4, "uint16")
     assert len(committed.objects) == 2
     assert all(DATASET_KEY.fullmatch(key) for key in committed.objects)
+
+
+def test_a_table_is_part_of_the_dataset(files, store):
+    table = files / "m.csv"
+    table.write_text("id,ids\nthe fox,x\n")
+    settings = JoinSettings(table=str(table), column="id", field="txt", columns={"ids": "ids"})
+    committed = store_transforms([settings], store)
+    (key,) = committed.objects
+    assert key.endswith(".csv")
+    assert DATASET_KEY.fullmatch(key)
+    table.unlink()
+    (row,) = apply_all(open_transforms(committed.record, store), b"the fox")
+    assert row.fields == {"txt": b"the fox", "ids": b"x"}
+    digest = committed.record["steps"][0]["digest"]
+    pinned = settings.model_copy(update={"digest": digest})
+    assert record_transforms([pinned], KEYS, seed=0, dataset_store=store) == committed
+
+    table.write_text("id,ids\nthe fox,y\n")
+    changes = list_transform_changes(committed.record, describe([settings]))
+    assert [text.partition(" ")[0] for text in changes] == ["transforms.0.digest"]
+    with pytest.raises(errors.ConfigurationError, match=r"m\.csv has the digest"):
+        describe([pinned])
+    (bundled,), texts = bundle_files([settings])
+    assert texts == {"transforms/0.csv": table.read_text()}
+    assert (bundled.table, bundled.digest) == (
+        "./transforms/0.csv", compute_digest(table.read_bytes())
+    )  # fmt: skip
 
 
 def test_a_function_gets_each_field_by_the_type_that_it_has_after_later_renames(files, store):
