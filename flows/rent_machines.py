@@ -31,7 +31,7 @@ from tasks.retries import tolerate
 
 def find_requested_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None for a dry run."""
-    if parameters["dry_run"]:
+    if parameters.get("dry_run", True):  # Prefect leaves defaults out
         return None
     return parameters["name"], parameters["bucket"], parameters["vast"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,6 +27,18 @@ _MAX_LINE_LENGTH = 500
 _ERROR_LINES = 5  # last lines of a failed command's output that are reported
 _ANSI_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _URL_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+
+
+class _LogChunk(NamedTuple):
+    """A part of a log that was read.
+
+    Attributes:
+        text: Its lines.
+        key: Key of its object; empty for a sentence about others.
+    """
+
+    text: str
+    key: str = ""
 
 
 @dataclass(slots=True)
@@ -68,7 +80,7 @@ class MachineReports:
         changed = {key for key, stat in stats.items() if self._seen_stats.get(key) != stat}
         logs = sorted(key for key in stats if key.startswith(self.keys.logs))
         has_ended = self.keys.program_exit in stats
-        last_log = self._read_logs([stats[key] for key in logs], has_ended=has_ended)
+        chunks = self._read_logs([stats[key] for key in logs], has_ended=has_ended)
         messages = (
             ("setup", self.keys.setup, SetupReport),
             ("heartbeat", self.keys.heartbeat, MachineHeartbeat),
@@ -77,7 +89,9 @@ class MachineReports:
         for name, key, kind in messages:
             if key in changed and (message := self._read_message(stats[key], kind)) is not None:
                 setattr(self, name, message)
-        self._last_log = last_log
+        for chunk in chunks:  # after all reads: the next refresh repeats those of one that fails
+            self._add_lines(chunk.text)
+            self._last_log = chunk.key or self._last_log
         self._seen_stats |= {key: stats[key] for _, key, _ in messages if key in stats}
         return bool(changed.intersection(key for _, key, _ in messages) or logs)
 
@@ -93,8 +107,8 @@ class MachineReports:
         listed = list_objects(self.store, self.keys.prefix, after=self._last_log)
         return stats | {stat.key: stat for stat in islice(listed, _MAX_OBJECTS)}
 
-    def _read_logs(self, unread: Sequence[Stat], *, has_ended: bool) -> str:
-        """Read chunks of the log; return the key of the last one that was read so far.
+    def _read_logs(self, unread: Sequence[Stat], *, has_ended: bool) -> list[_LogChunk]:
+        """Read chunks of the log.
 
         Args:
             unread: Chunks that no refresh has read, in their order.
@@ -103,18 +117,13 @@ class MachineReports:
         """
         first, others = unread[:_MAX_CHUNKS_PER_REFRESH], unread[_MAX_CHUNKS_PER_REFRESH:]
         newest = others[-_MAX_LAST_CHUNKS:] if has_ended else others[:0]
-        for stat in first:
-            self._add_lines(stat)
+        chunks = [_LogChunk(self._read_text(stat), stat.key) for stat in first]
         if has_ended and len(others) > len(newest):
             count, url = len(others) - len(newest), self.store.make_url(self.keys.logs)
-            self.new_lines.append(f"({count:,} files of the log are only in {url})")
-        for stat in newest:
-            self._add_lines(stat)
-        chosen = [*first, *newest]
-        return chosen[-1].key if chosen else self._last_log
+            chunks.append(_LogChunk(f"({count:,} files of the log are only in {url})"))
+        return chunks + [_LogChunk(self._read_text(stat), stat.key) for stat in newest]
 
-    def _add_lines(self, stat: Stat) -> None:
-        text = self._read_text(stat)
+    def _add_lines(self, text: str) -> None:
         lines = [clean_line(line) for line in text.splitlines()[:_MAX_LINES_PER_CHUNK]]
         capacity = _MAX_LINES - self._line_count
         self._line_count += len(lines)

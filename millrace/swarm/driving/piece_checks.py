@@ -51,8 +51,9 @@ class PieceChecks:
     def request_sample(self, pieces: list[int], sizes: list[int]) -> None:
         """Request a random sample of the pieces that no digest proves, up to `_SAMPLE_BYTES`.
 
-        The sample detects nodes that send the same wrong votes. It also checks the reads of a
-        single node, which no other node confirms.
+        A piece may be larger than that, so one is requested in any case. The sample detects nodes
+        that send the same wrong votes. It also checks the reads of a single node, which no other
+        node confirms.
 
         Args:
             pieces: Pieces that no digest proves.
@@ -62,9 +63,9 @@ class PieceChecks:
         random.SystemRandom().shuffle(lacked)
         left = _SAMPLE_BYTES
         for number in lacked:
+            if self._sample and sizes[number] > left:
+                continue
             left -= sizes[number]
-            if left < 0:
-                break
             self._sample.add(number)
             self._request(number)
 

@@ -23,7 +23,7 @@ from millrace.rentals.machine_environment import make_environment
 from millrace.rentals.messages import MachineHeartbeat, ProgramExit
 from millrace.rentals.progress_events import OutputPrinted
 from millrace.schemas.rental import ReleaseReason
-from millrace.storage import Credentials, StoreSpec, create, open_store, put
+from millrace.storage import Credentials, Store, StoreSpec, create, open_store, put, read_range
 from millrace.testing.credentials import make_credentials
 from millrace.testing.process import REPOSITORY
 from millrace.testing.rgw import RGW
@@ -388,3 +388,25 @@ def test_the_last_output_of_a_program_is_that_before_its_end(tmp_path: Path) -> 
     assert heard.tail[-2:] == ["28", "29"]
     skipped = f"(8 files of the log are only in {store.make_url(keys.logs)})"
     assert heard.new_lines[-4:] == ["19", skipped, "28", "29"]
+
+
+def test_a_refresh_that_fails_repeats_no_line_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    keys = MachineKeys(RentalKeys("fleet").make_machine_prefix(0))
+    heard = reports.MachineReports(store, keys)
+    for piece in range(3):
+        create(store, keys.make_log_key(piece), b"%d\n" % piece)
+
+    def fail_at_the_last(store: Store, key: str, start: int, end: int) -> bytes:
+        if key == keys.make_log_key(2):
+            raise errors.UnavailableError("The store does not answer.")
+        return read_range(store, key, start, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reports, "read_range", fail_at_the_last)
+        with pytest.raises(errors.UnavailableError):
+            heard.refresh()
+    heard.refresh()
+    assert heard.new_lines == heard.tail == ["0", "1", "2"]

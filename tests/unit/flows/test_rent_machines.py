@@ -2,7 +2,11 @@
 
 from pydantic import SecretStr
 
-from flows.rent_machines import await_machines, describe_campaign_release
+from flows.rent_machines import (
+    await_machines,
+    describe_campaign_release,
+    find_requested_rental,
+)
 from millrace.rentals import OfferRequest, Program, RentalSettings, RentalSupervisor, VastAccount
 from millrace.storage import StoreSpec
 
@@ -25,3 +29,10 @@ def test_a_campaign_names_the_command_that_releases_its_machines() -> None:
     said = describe_campaign_release("small")
     assert "`millrace machine release small`" in said
     assert "release-machines" not in said
+
+
+def test_a_run_that_relied_on_the_default_has_rented_nothing() -> None:
+    parameters = {"name": "fleet", "bucket": "ledger", "vast": "account"}
+    assert find_requested_rental(parameters) is None
+    assert find_requested_rental({**parameters, "dry_run": True}) is None
+    assert find_requested_rental({**parameters, "dry_run": False}) == ("fleet", "ledger", "account")

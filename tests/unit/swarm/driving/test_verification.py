@@ -54,6 +54,20 @@ def test_of_unproven_pieces_the_driver_reads_sixteen_mib():
     assert not any(pieces.is_useful(number) for number in set(range(40)) - set(requested))
 
 
+def test_of_pieces_that_are_larger_than_the_sample_the_driver_reads_one():
+    run = Run("a", pieces=40)
+    pieces, requested = make_piece_checks(run)
+    pieces.request_sample(list(range(40)), [64 << 20] * 40)
+    assert len(requested) == 1
+
+
+def test_a_piece_without_room_in_the_sample_leaves_room_for_smaller_ones():
+    run = Run("a", pieces=40)
+    pieces, requested = make_piece_checks(run)
+    pieces.request_sample(list(range(40)), [15 << 20] * 20 + [1 << 20] * 20)
+    assert len(requested) in {2, 16}
+
+
 def test_one_node_that_says_that_an_object_is_gone_makes_the_driver_look():
     run = Run("ab")
     pieces, requested = make_piece_checks(run)
