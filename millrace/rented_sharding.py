@@ -82,7 +82,7 @@ class ShardingMachineSettings(CodeRepository):
 
 
 class VastSettings(ShardingMachineSettings):
-    """Rented machines of `millrace run --use-vast`."""
+    """Rented machines that shard a dataset, and the account that pays, with its key."""
 
     account: VastAccount = Field(description="Account that pays for the machines.")
 

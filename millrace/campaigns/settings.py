@@ -39,7 +39,9 @@ class RentedWorkerOptions(CodeRepository):
     request: OfferRequest = Field(
         description="Requirements of each machine, and its highest price."
     )
-    vast: Any = Field(default="vast", description="Name of the account that pays.")
+    vast: Any = Field(  # the flow, which loads blocks, gives it a type
+        default="vast", description="Name of the account that pays."
+    )
     role_arn: str | None = Field(
         default=None, description="ARN of the role whose credentials machines get (S3 only)."
     )

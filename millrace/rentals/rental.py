@@ -315,7 +315,7 @@ class Rental:
         try:
             self._starter.rent_machine(slot)
         except (errors.UnavailableError, errors.NotFoundError, errors.MachineError) as error:
-            self._policy.postpone(
+            self._policy.postpone_or_raise(
                 slot,
                 error,
                 self._context.clock.monotonic(),

@@ -68,7 +68,7 @@ class ReplacementPolicy:
         is_unproven = bool(self._setup_errors) and not self._proven_slots
         return now >= self._retry_times.get(slot, 0.0) and not is_unproven
 
-    def postpone(
+    def postpone_or_raise(
         self,
         slot: int,
         error: errors.MillraceError,

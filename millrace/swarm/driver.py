@@ -83,7 +83,7 @@ class _PrewarmDriver:
         self._catalogue = catalogue = resolved.catalogue
         self._known = known
         self._startup = 0.0  # seconds; 0 until the first order
-        sizes, files = catalogue.list_piece_sizes(), len(catalogue.files)
+        sizes, file_count = catalogue.list_piece_sizes(), len(catalogue.files)
         self._state = self._make_state(sizes, mirrors)
         self._piece_checks = PieceChecks(
             self._state, catalogue, settings.store_timeout.total_seconds(), self._request_piece
@@ -110,11 +110,11 @@ class _PrewarmDriver:
         )
         members = self._state.members
         handler = EventHandler(
-            self._state, self._piece_checks, self._file_checks, file_count=files, began=began
+            self._state, self._piece_checks, self._file_checks, file_count=file_count, began=began
         )
         self._followers = NodeFollowers(
             self._state,
-            AgentClient(secrets.name, EventChecker(sizes, files, members, known.pieces)),
+            AgentClient(secrets.name, EventChecker(sizes, file_count, members, known.pieces)),
             encoded,
             sizes,
             on_event=handler.handle,
@@ -124,7 +124,11 @@ class _PrewarmDriver:
             members, settings.min_node_share, settings.start_timeout.total_seconds(), began
         )
         self._stragglers = StragglerFinder(
-            self._state, files, catalogue.size, settings.limits.stall_timeout.total_seconds(), began
+            self._state,
+            file_count,
+            catalogue.size,
+            settings.limits.stall_timeout.total_seconds(),
+            began,
         )
         self._recorder = ProgressRecorder(catalogue.size, began)
 

@@ -10,13 +10,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from millrace import errors
-from millrace.datasets.loader.cache import (
-    ByteCache,
-    CacheKind,
-    CacheReference,
-    get_cache_lock,
-    get_shared_cache,
-)
 from millrace.datasets.loader.column import ColumnLayout, read_layout, read_rows
 from millrace.datasets.loader.draw import PAGE_ROWS, Page, PageTable
 from millrace.datasets.loader.mirrored_files import (
@@ -24,6 +17,13 @@ from millrace.datasets.loader.mirrored_files import (
     MirroredStoreFiles,
     list_specs,
     open_loader_files,
+)
+from millrace.datasets.loader.page_cache import (
+    ByteCache,
+    CacheKind,
+    CacheReference,
+    get_cache_lock,
+    get_shared_cache,
 )
 from millrace.datasets.loader.page_index import (
     FOOTER_CONCURRENCY,

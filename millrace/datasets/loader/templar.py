@@ -24,6 +24,7 @@ from millrace.datasets.loader.mirrored_files import (
     list_specs,
     open_mirrors,
 )
+from millrace.datasets.loader.page_tokens import TokenLoader
 from millrace.datasets.loader.pages import PageLoader
 from millrace.datasets.loader.templar_index import (
     SHARD_SIZES,
@@ -34,7 +35,6 @@ from millrace.datasets.loader.templar_index import (
     read_templar_index,
 )
 from millrace.datasets.loader.tokenizer import PageTokenizer, TokenPage
-from millrace.datasets.loader.tokens import TokenLoader
 from millrace.environment import read_variable
 from millrace.storage import Credentials, StoreSpec
 

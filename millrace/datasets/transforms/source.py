@@ -52,6 +52,9 @@ class TransformedSource:
     position is a cursor of the source, and the part of its row that was already yielded. Reading
     from the position of any row yields the rows after it.
 
+    The iteration counts the rows of the source that it reads. After each row that it yields, the
+    caller asks `get_share` for the share of a bad one, and `take_rows` for the counts up to it.
+
     Args:
         source: The source.
         chain: Transforms of the samples. Without any, the rows of the source are not touched.

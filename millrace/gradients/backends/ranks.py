@@ -28,7 +28,11 @@ class RankShards:
     def call_all(
         self, method: Callable[Concatenate[WeightShard, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Call a method of all shards: see `WeightBackend.call_all`."""
+        """Call a method of all shards: see `WeightBackend.call_all`.
+
+        Results are sent as JSON, so methods that return tensors, such as `get_state`, are called on
+        the shard of a rank only.
+        """
         return self._ranks.gather_results(partial(method, self._shard, *args, **kwargs))
 
 

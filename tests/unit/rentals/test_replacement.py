@@ -75,17 +75,17 @@ def test_after_a_failed_installation_the_other_machines_are_awaited(tmp_path: Pa
 def test_a_failed_try_is_postponed_while_other_machines_run(tmp_path: Path) -> None:
     policy = make_policy(tmp_path)
     down, gone = errors.UnavailableError("down"), errors.NotFoundError("no offer")
-    policy.postpone(0, down, 100.0, resume_at=500.0, has_machines=True)
+    policy.postpone_or_raise(0, down, 100.0, resume_at=500.0, has_machines=True)
     assert [policy.can_try(0, now, has_machines=True) for now in (499.0, 500.0)] == [False, True]
     with pytest.raises(errors.NotFoundError):  # the program never ran on this slot
-        policy.postpone(0, gone, 100.0, resume_at=0.0, has_machines=True)
+        policy.postpone_or_raise(0, gone, 100.0, resume_at=0.0, has_machines=True)
     policy.note_ready(0)
-    policy.postpone(0, gone, 600.0, resume_at=0.0, has_machines=True)
+    policy.postpone_or_raise(0, gone, 600.0, resume_at=0.0, has_machines=True)
     assert not policy.can_try(0, 599.0 + RETRY_INTERVAL, has_machines=True)
     assert policy.can_try(0, 600.0 + RETRY_INTERVAL, has_machines=True)
     for error in (down, gone):
         with pytest.raises(type(error)):
-            policy.postpone(0, error, 600.0, resume_at=0.0, has_machines=False)
+            policy.postpone_or_raise(0, error, 600.0, resume_at=0.0, has_machines=False)
 
 
 def test_a_quorum_whose_program_has_run_is_not_ended_by_another_slot(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_a_quorum_whose_program_has_run_is_not_ended_by_another_slot(tmp_path: P
     error = errors.NotFoundError("no offer fits")
     policy.note_ready(0)
     with pytest.raises(errors.NotFoundError):
-        policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=True)
+        policy.postpone_or_raise(2, error, 0.0, resume_at=0.0, has_machines=True)
     policy.note_ready(1)
-    policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=True)
+    policy.postpone_or_raise(2, error, 0.0, resume_at=0.0, has_machines=True)
     assert not policy.can_try(2, RETRY_INTERVAL - 1, has_machines=True)
     assert policy.can_try(2, RETRY_INTERVAL, has_machines=True)
     with pytest.raises(errors.NotFoundError):
-        policy.postpone(2, error, 0.0, resume_at=0.0, has_machines=False)
+        policy.postpone_or_raise(2, error, 0.0, resume_at=0.0, has_machines=False)

@@ -28,7 +28,7 @@ def read_memory(name):
 """
 _READ = f"""{_READ_MEMORY}
 from millrace.datasets.loader import Packer, PageLoader, TokenLoader
-from millrace.datasets.loader.cache import get_shared_cache
+from millrace.datasets.loader.page_cache import get_shared_cache
 from tests.support.byte_pairs import encode_json, make_tokenizer
 
 folder, limit, pages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

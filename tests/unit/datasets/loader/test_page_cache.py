@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.datasets.loader.cache import ByteCache, CacheKind, CacheReference
+from millrace.datasets.loader.page_cache import ByteCache, CacheKind, CacheReference
 from millrace.errors import ConfigurationError
 
 PAGE, LAYOUT, TOKENS = CacheKind.PAGE, CacheKind.LAYOUT, CacheKind.TOKENS
