@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from millrace.gradients.codec.merged_chunks import MergedChunks
     from millrace.gradients.codec.shared_indices import Mask
     from millrace.gradients.codec.tensors import CodeError
-    from millrace.gradients.merging.gather_window import GatherWindow, Sender
+    from millrace.gradients.gather_window import GatherWindow, Sender
     from millrace.gradients.merging.links import (
         ChainError,
         catch_up,
@@ -182,8 +182,8 @@ _MODULES = {
     "ChainStep": "sync.window_merge",
     "TrainingWindow": "sync.participant",
     "WorkerFactors": "merging.merge",
-    "GatherWindow": "merging.gather_window",
-    "Sender": "merging.gather_window",
+    "GatherWindow": "gather_window",
+    "Sender": "gather_window",
     "merge_window": "sync.window_merge",
     "aggregate_run": "sync.aggregator",
     "commit_first_link": "merging.links",

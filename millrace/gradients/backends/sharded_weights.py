@@ -18,7 +18,7 @@ from millrace.gradients.codec.gradient_object import (
     assemble_gradient,
     read_header,
 )
-from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.gather_window import GatherWindow
 from millrace.gradients.merging.links import check_link_tensors, check_state
 from millrace.gradients.merging.merge import MergeRequest, Vector
 from millrace.gradients.state import WeightState, combine_tensor_digests

@@ -12,7 +12,7 @@ from millrace.checkpoints.settings import RetentionSettings
 from millrace.gradients.backends.local import allocate_locally
 from millrace.gradients.backends.ray_cluster import allocate_on_ray
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
-from millrace.gradients.merging.gather_window import Sender
+from millrace.gradients.gather_window import Sender
 from millrace.gradients.merging.links import find_newest_window
 from millrace.gradients.settings import AggregatorSettings
 from millrace.gradients.sync.windows import catch_up_weights, merge_windows

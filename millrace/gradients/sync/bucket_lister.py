@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace import errors
 from millrace.gradients.codec.gradient_object import explain_failure, is_torch_file
-from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
+from millrace.gradients.gather_window import GatherWindow, WaitLimit
 from millrace.gradients.progress_events import QuotaExceeded
 from millrace.gradients.settings import GatherSettings
 from millrace.progress import Progress

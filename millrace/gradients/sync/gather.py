@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from millrace import errors
-from millrace.gradients.merging.gather_window import GatherWindow, Sender, WaitLimit
+from millrace.gradients.gather_window import GatherWindow, Sender, WaitLimit
 from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherOutcome, GatherResults, QuorumError

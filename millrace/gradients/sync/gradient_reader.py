@@ -16,7 +16,7 @@ from millrace.gradients.codec.gradient_object import (
     explain_failure,
     read_gradient,
 )
-from millrace.gradients.merging.gather_window import GatherWindow, WaitLimit
+from millrace.gradients.gather_window import GatherWindow, WaitLimit
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
 from millrace.storage import Stat, Store

@@ -8,9 +8,9 @@ from itertools import islice
 
 from millrace import errors
 from millrace.gradients.merging.links import find_newest_window, read_link
-from millrace.gradients.merging.roster import update_roster
 from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
 from millrace.gradients.settings import RegistrationSettings, RunSettings, WindowOpening
+from millrace.gradients.sync.roster import update_roster
 from millrace.gradients.sync.worker_key import WorkerKey, is_signed
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.names import is_valid_name

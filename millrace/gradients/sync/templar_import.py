@@ -20,7 +20,7 @@ from millrace.gradients.codec.gradient_object import (
     explain_failure,
     read_untrusted_range,
 )
-from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.gather_window import GatherWindow
 from millrace.gradients.merging.links import catch_up, read_link
 from millrace.gradients.progress_events import GradientRefused, PayloadConverted
 from millrace.gradients.state import WeightState

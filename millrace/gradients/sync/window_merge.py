@@ -9,7 +9,7 @@ from millrace import errors
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.gradient_object import CheckedGradient
-from millrace.gradients.merging.gather_window import GatherWindow
+from millrace.gradients.gather_window import GatherWindow
 from millrace.gradients.merging.links import list_names_and_shapes
 from millrace.gradients.merging.merge import (
     MergeRequest,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.gradient_object import Shapes
-from millrace.gradients.merging.gather_window import GatherWindow, Sender
+from millrace.gradients.gather_window import GatherWindow, Sender
 from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
 from millrace.gradients.progress_events import LinkApplied
 from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening

@@ -442,7 +442,7 @@ def test_the_grace_counts_once(store, monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=lambda _seconds: None)
     monkeypatch.setattr("millrace.gradients.sync.gather.time", clock)
-    monkeypatch.setattr("millrace.gradients.merging.gather_window.time", clock)
+    monkeypatch.setattr("millrace.gradients.gather_window.time", clock)
     monkeypatch.setattr("millrace.gradients.sync.gather.wait", wait)
     answered = threading.Event()
 

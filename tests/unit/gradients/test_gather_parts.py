@@ -16,7 +16,7 @@ from millrace.gradients.codec.gradient_object import (
     ExpectedGradient,
     GradientError,
 )
-from millrace.gradients.merging.gather_window import WaitLimit
+from millrace.gradients.gather_window import WaitLimit
 from millrace.gradients.progress_events import GradientRefused, QuotaExceeded
 from millrace.gradients.sync import bucket_lister, gradient_reader
 from millrace.gradients.sync.bucket_lister import BucketLister, BucketListing, QuotaMonitor

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 import pytest
 
 from millrace.gradients import Codec, OuterOptimizer, RegistrationSettings
-from millrace.gradients.merging import roster as roster_module
-from millrace.gradients.merging.roster import update_roster
+from millrace.gradients.sync import roster as roster_module
+from millrace.gradients.sync.roster import update_roster
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, MergedWorker
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.merge import MergeSettings
