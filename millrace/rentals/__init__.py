@@ -1,4 +1,12 @@
-"""Rent machines of Vast.ai, use them, and always release them."""
+"""Rent machines of Vast.ai, use them, and always release them.
+
+- A *rental* has a number of *slots*. Each slot has at most one machine at a time.
+- An *attempt* (`Intent`, `Contract` and release record) is one machine of a slot, or a try to rent
+  one. Its label is the machine's name at Vast.ai, and the contract has the number of its instance.
+- A *host* has the machine. Vast.ai calls the number of a host `machine_id`, and so do the records.
+
+`millrace.rentals.ownership` lists who watches whom, and what follows.
+"""
 
 from millrace.rentals.access_variables import (
     describe_granted,

@@ -1,4 +1,17 @@
-"""Votes for the digest of one piece, and their decision."""
+"""Votes for the digest of one piece, and their decision.
+
+A digest passes through these states:
+
+| state     | meaning                                                                           |
+| --------- | --------------------------------------------------------------------------------- |
+| unproven  | nothing outside of the run gives the digest of the piece                          |
+| known     | it is proven before the run, such as by a manifest; no vote counts                |
+| decided   | enough nodes have read the same bytes from the store; other nodes fetch the piece |
+| disputed  | votes differ, and the driver reads the piece                                      |
+| settled   | the driver has read the piece, or the digest is known; no vote counts any longer  |
+| confirmed | of one node's copy: the driver or another node has the same digest                |
+| expected  | of one report: it is the known or decided digest, or that of a trusted vote       |
+"""
 
 from collections import Counter
 from collections.abc import Callable
