@@ -363,6 +363,9 @@ def apply_link(
 ) -> None:
     """Apply one link to the weights in place, and check their digest.
 
+    Scorers and `catch_up` hold whole weights. Workers and aggregators, whose weights have several
+    shards, call `ShardedWeights.apply_link`.
+
     Args:
         store: Bucket of the aggregator.
         link: Link of the window after that of the weights.
