@@ -8,7 +8,7 @@ frequent overwrites do not keep readers busy.
 """
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from datetime import datetime
@@ -216,34 +216,14 @@ class _Gathering:
             self._results.note(uid, replace(result, written=written), is_last=is_last)
 
     def _make_result(self, seconds: float) -> GatherOutcome:
-        results, reader = self._results, self._reader
+        results = self._results
         every_valid = results.select_valid()
         warm = self._observed.intersection(every_valid)
         valid = [uid for uid in every_valid if uid not in warm]
         taken = valid[: self._wanted]
         is_complete = len(taken) >= self._wanted
-        unread = [
-            uid
-            for uid in self._stores
-            if reader.is_reading(uid) and not results.has(uid) and uid not in self._observed
-        ]
-        if self._is_over:
-            unread = [uid for uid in unread if is_complete and uid not in self._first]
-        spare = valid[self._wanted :] + unread
-        excluded = {
-            uid: _WARM_UP
-            if uid in warm
-            else results.explain_exclusion(
-                uid, is_pending=reader.is_reading(uid) or self._lister.is_listing(uid)
-            )
-            for uid in self._stores
-            if uid not in {*taken, *spare}
-        }
-        if is_complete:  # unneeded reserves are not excluded
-            needed = self._first | self._observed
-            excluded = {
-                uid: one for uid, one in excluded.items() if uid in needed or results.has(uid)
-            }
+        spare = valid[self._wanted :] + self._list_unread(is_complete=is_complete)
+        excluded = self._explain_exclusions({*taken, *spare}, warm, is_complete=is_complete)
         seconds = round(seconds, 3)
         valid_ones = {uid: results.get_valid(uid) for uid in taken}
         gradients = {uid: gradient for uid, (gradient, _) in valid_ones.items()}
@@ -258,3 +238,37 @@ class _Gathering:
                 gathered.exclude_all(),
             )
         return gathered
+
+    def _list_unread(self, *, is_complete: bool) -> list[str]:
+        """Return the workers whose gradients are being read, and are not needed if it is over."""
+        unread = [
+            uid
+            for uid in self._stores
+            if self._reader.is_reading(uid)
+            and not self._results.has(uid)
+            and uid not in self._observed
+        ]
+        if self._is_over:
+            return [uid for uid in unread if is_complete and uid not in self._first]
+        return unread
+
+    def _explain_exclusions(
+        self, used: Set[str], warm: Set[str], *, is_complete: bool
+    ) -> dict[str, ExcludedWorker]:
+        """Return the reason of each worker that is not used. Unneeded reserves are left out.
+
+        Args:
+            used: Workers whose gradients are taken or spare.
+            warm: Workers that warm up, with a valid gradient.
+            is_complete: Whether all wanted gradients are there.
+        """
+        needed, results = self._first | self._observed, self._results
+        return {
+            uid: _WARM_UP
+            if uid in warm
+            else results.explain_exclusion(
+                uid, is_pending=self._reader.is_reading(uid) or self._lister.is_listing(uid)
+            )
+            for uid in self._stores
+            if uid not in used and (not is_complete or uid in needed or results.has(uid))
+        }
