@@ -231,9 +231,10 @@ class Worker:
     def begin_window(
         self, window: TrainingWindow, state: Mapping[str, Any], **metrics: float
     ) -> None:
-        """Report the begin of a window; after the last window of an epoch, end the epoch.
+        """Report the begin of a window. After an epoch's last window, also save its checkpoint.
 
-        Call it before each window, and once more when the run is over.
+        All workers save the checkpoint together: each sends a part (`EpochSaver`). Call it before
+        each window, and once more when the run is over.
 
         Args:
             window: Window that begins.
