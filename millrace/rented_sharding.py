@@ -159,11 +159,16 @@ def read_vast_settings(
 
 
 def shard_on_machines(
-    config: PipelineSettings, vast: VastSettings, *, progress: Progress = ignore_event
+    config: PipelineSettings,
+    vast: VastSettings,
+    *,
+    found: Preflight | None = None,
+    progress: Progress = ignore_event,
 ) -> ShardReport:
     """Shard a dataset on rented machines, and release the machines, whatever happens.
 
-    At most one machine is rented for each open partition.
+    At most one machine is rented for each open partition. A machine for which no partition is left
+    ends, except the first one, which continues the partitions of a machine that is lost.
     If the process is killed, the machines of its rental are released after half a minute, or
     taken over by a next run. A complete dataset needs no machine: then `shard_dataset` is called.
     A program that has not ended five minutes after the dataset is complete ends with its machine.
@@ -172,6 +177,7 @@ def shard_on_machines(
     Args:
         config: Settings of the dataset.
         vast: Settings of the machines.
+        found: Result of `preflight_dataset`; by default the function is called.
         progress: Receives the events of the dataset in this thread, and those of the machines in
             another thread.
 
@@ -189,7 +195,8 @@ def shard_on_machines(
     follower = LedgerFollower(open_store(config.store), config.dataset, progress)
     if follower.is_complete:
         return shard_dataset(config, progress=progress)
-    _, found = preflight_dataset(config)
+    if found is None:
+        _, found = preflight_dataset(config)
     if found.refusals:
         raise errors.ConfigurationError(found.refusals[0])
     rental, note = limit_machines(rental, found)
@@ -313,7 +320,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
             extras=vast.extras,
             image=vast.image,
             workdir=vast.workdir,
-            command=("millrace", "run", _SETTINGS_FILE),
+            command=("millrace", "run", "--slot", "{slot}", _SETTINGS_FILE),
             files={_SETTINGS_FILE: yaml.safe_dump(settings), **files},
         ),
         machines=vast.machines,

@@ -203,6 +203,13 @@ def plan(
 @_prefix
 @_take_machine_options
 @click.option(
+    "--slot",
+    type=click.IntRange(min=0),
+    metavar="NUMBER",
+    help="Number of this machine, from 0 on, if several shard the dataset. While others work on "
+    "all open partitions, machine 0 waits, and the others end with exit code 0.",
+)
+@click.option(
     "--repair",
     is_flag=True,
     help="Then verify all shards, and make missing or damaged shards again.",
@@ -214,6 +221,7 @@ def run(
     prefix: str | None,
     *,
     use_vast: bool,
+    slot: int | None,
     repair: bool,
     yes: bool,
     **machine_options: "Any",
@@ -234,11 +242,24 @@ def run(
             "--repair works on this machine, and --use-vast on rented machines. Shard with "
             "--use-vast first, then run --repair alone."
         )
+    if slot is not None and (use_vast or repair):
+        raise errors.ConfigurationError(
+            "--slot is for one of several machines that shard a dataset: remove it, or remove "
+            f"{'--use-vast' if use_vast else '--repair'}."
+        )
     if use_vast:
         return _run_on_machines(config, _read_machines(settings, config, machine_options), yes=yes)
     _refuse_machine_options(machine_options)
-    with PartitionsBar() as progress:
-        report = shard_dataset(config, progress=progress, accept_changed_source=repair)
+    try:
+        with PartitionsBar() as progress:
+            report = shard_dataset(
+                config, progress=progress, accept_changed_source=repair, wait=not slot
+            )
+    except errors.HeldError as error:
+        if not slot:
+            raise
+        echo(str(error))
+        return CommandResult({"dataset": config.dataset, "held": str(error)})
     _show_report(report)
     data = _describe_report(report)
     if repair:
@@ -290,7 +311,7 @@ def _run_on_machines(
         shard_on_machines,
     )
 
-    rental = make_sharding_rental(config, vast)
+    rental, found = make_sharding_rental(config, vast), None
     if needs_machines(config):
         _, found = preflight_dataset(config)
         if found.refusals:
@@ -309,7 +330,7 @@ def _run_on_machines(
             show_machines(event)
             show_partitions(event)
 
-        report = shard_on_machines(config, vast, progress=progress)
+        report = shard_on_machines(config, vast, found=found, progress=progress)
     _show_report(report)
     if report.dollars is not None:
         echo(f"All is released. It has cost about ${report.dollars:.2f}.")

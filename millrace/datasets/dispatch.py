@@ -29,6 +29,7 @@ from millrace.datasets.settings import ExecutionSettings
 from millrace.datasets.worker import PartitionJob, PartitionJobs, run_job
 from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
+from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name
 from millrace.lease import (
@@ -59,10 +60,9 @@ def shard_all_partitions(
     *,
     execution: ExecutionSettings,
     progress: Progress,
+    wait: bool = True,
 ) -> None:
     """Shard the partitions that have not ended, and return when every partition has ended.
-
-    The call also waits for the partitions that other runs hold.
 
     Args:
         store: Store of the dataset.
@@ -71,13 +71,15 @@ def shard_all_partitions(
         execution: Number and place of the workers, and the time after which the lease of a dead
             holder ends.
         progress: Called in this thread; without workers, in one thread at a time.
+        wait: Whether to wait for the partitions that other runs hold.
 
     Raises:
+        HeldError: `wait` is false, and other runs work on all partitions that have not ended.
         WorkerError: Several workers in a row died in one partition.
         MillraceError: A worker raised this error. The other workers are stopped; a later run
             continues.
     """
-    pending = _PendingPartitions(store, keys, jobs, progress)
+    pending = _PendingPartitions(store, keys, jobs, progress, wait=wait)
     progress(PartitionsPending(partitions=len(pending)))
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
@@ -158,14 +160,24 @@ class _PendingPartitions:
         keys: Names of the dataset.
         jobs: Jobs of all partitions.
         progress: Called at each end of a partition that this object finds, but for the first ones.
+        wait: Whether this run waits for the partitions that other runs hold.
     """
 
     def __init__(
-        self, store: Store, keys: DatasetKeys, jobs: PartitionJobs, progress: Progress
+        self,
+        store: Store,
+        keys: DatasetKeys,
+        jobs: PartitionJobs,
+        progress: Progress,
+        *,
+        wait: bool,
     ) -> None:
         self._store, self._keys, self._progress = store, keys, progress
+        self._wait = wait
         self._make_job = jobs.make
         self._held_elsewhere: list[Partition] = []
+        self._first_leases: dict[str, HeldLease] = {}  # as this run met them
+        self._renewed = set[str]()  # partitions whose holders have shown since that they live
         self._listing_requests = 0
         self._ends_met = 0  # since the last listing
         ended = self._list_ended()
@@ -181,6 +193,23 @@ class _PendingPartitions:
         self._partitions.extend(one for one in held if one.name not in ended)
         self._report_ends(ended)
 
+    def refuse_to_wait(self) -> None:
+        """Refuse to wait for other runs, unless this run waits or may take a partition over.
+
+        The lease of a dead holder is not renewed, and this run takes it at its end.
+
+        Raises:
+            HeldError: Other runs hold all partitions, and have renewed each lease.
+        """
+        held = self._held_elsewhere
+        is_needed = self._partitions or any(one.name not in self._renewed for one in held)
+        if self._wait or is_needed or not held:
+            return
+        raise errors.HeldError(
+            f"Other runs work on {format_count(len(held), 'open partition')} of "
+            f"{self._store.make_url(self._keys.dataset)}, and none is left for this run."
+        )
+
     def put_back(self, partition: Partition) -> None:
         self._partitions.appendleft(partition)
 
@@ -194,6 +223,9 @@ class _PendingPartitions:
                     "%s is held by %s until %s", partition.name, lease.holder.host, lease.until
                 )
                 self._held_elsewhere.append(partition)
+                first = self._first_leases.setdefault(partition.name, lease)
+                if (lease.holder.id, lease.until) != (first.holder.id, first.until):
+                    self._renewed.add(partition.name)
             elif lease.term and self._has_ended(partition):  # the first holder meets no end
                 leases.heartbeat.release(lease)
                 self._drop_ended(partition)
@@ -251,6 +283,7 @@ def _run_in_process(
     while pending:
         claimed = pending.claim_next(leases)
         if claimed is None:
+            pending.refuse_to_wait()
             pause.wait(_POLL_INTERVAL)
             pending.requeue_held()
             continue
@@ -284,6 +317,8 @@ class _Driver:
                 worker.start(*claimed)
             if not (self._pending or self._pool.is_busy):
                 return  # other runs have ended the rest
+            if not self._pool.is_busy:
+                self._pending.refuse_to_wait()
             # No worker reports the end of a partition of another run, so the bucket is polled.
             all_held_elsewhere = bool(self._pending and self._pool.find_idle())
             received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)

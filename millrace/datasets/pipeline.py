@@ -287,6 +287,7 @@ def shard_dataset(
     *,
     progress: Progress = ignore_event,
     accept_changed_source: bool = False,
+    wait: bool = True,
 ) -> ShardReport:
     """Write the shards of a dataset to a store, each exactly once, and finalize the dataset.
 
@@ -300,6 +301,8 @@ def shard_dataset(
             time.
         accept_changed_source: Whether a complete dataset is accepted although its source has
             changed, as before `repair_dataset`.
+        wait: Whether to wait for partitions that other runs hold. At least one of several runs must
+            wait, to continue the partitions of runs that are killed.
 
     Raises:
         ConfigurationError: The records under this name are those of a dataset with another name.
@@ -307,6 +310,7 @@ def shard_dataset(
             replace a file of other origin.
         ChangedError: The source has changed since the dataset was planned.
         QuarantineError: More rows make no sample than the settings allow, or there is no sample.
+        HeldError: `wait` is false, and other runs work on all open partitions.
         MillraceError: Another error stopped the run. The message names the remedy.
     """
     began = time.monotonic()
@@ -347,6 +351,7 @@ def shard_dataset(
             _make_jobs(settings, plan, files, store.spec.model_copy(update={"url": store.url})),
             execution=settings.execution,
             progress=limit.wrap_progress(counter),
+            wait=wait,
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
     warnings = _describe_empty_splits(plan, [split for split, n in manifest.samples.items() if n])

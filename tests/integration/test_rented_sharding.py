@@ -21,6 +21,8 @@ from millrace import errors, rented_sharding
 from millrace.cli import main
 from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
+from millrace.keys.leases import LeaseKeys
+from millrace.lease import Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.rentals import RentalSettings
 from millrace.rentals.progress_events import MachineReady, MachineReleased, MachineRented
@@ -500,6 +502,45 @@ def test_no_more_machines_are_rented_than_partitions_are_open(
     assert "Rent 1 machine for shard/words" in refused.stderr
     with pytest.raises(errors.MachineError, match="is not complete"):
         run_pipeline(path, use_vast=True)
+    assert len(vast.list_machines()) == 1
+    vast.reset()
+
+
+def test_a_machine_for_which_no_partition_is_left_ends_and_the_first_machine_takes_over(
+    vast: VastServer, repository: Path, tmp_path: Path
+) -> None:
+    path, data = write_rented_dataset(vast, repository, tmp_path)
+    data["vast"] |= {"machines": 2}
+    data["vast"]["request"]["max_lifetime"] = "10m"  # if no machine ends
+    path.write_text(yaml.safe_dump(data))
+    store, holder = open_store(data["store"]["url"]), Holder.describe_this_process()
+    ttl, clock = timedelta(seconds=9), StoreClock.read(store, "words", holder)
+    lease = acquire(store, LeaseKeys("words", "train-00001"), holder, ttl, clock)
+    assert isinstance(lease, Lease)
+    released: list[tuple[str, ReleaseReason]] = []
+    with Heartbeat(ttl) as heartbeat:
+        heartbeat.keep(lease)
+
+        def release_partition(event: Event) -> None:
+            if isinstance(event, MachineReleased):
+                released.append((event.machine, event.reason))
+                heartbeat.release(lease)
+
+        report = run_pipeline(path, use_vast=True, progress=release_partition)
+    assert released == [(f"shard/words/{slot}", ReleaseReason.DONE) for slot in (1, 0)]
+    assert (report.samples, report.partitions, vast.list_alive()) == (500, 2, [])
+    vast.reset()
+    assert read_shards(tmp_path / "store") == shard_here(data, tmp_path)
+
+
+def test_the_command_lists_the_source_once(
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.machine.interrupt_on_signal", lambda _: None)
+    monkeypatch.delattr(rented_sharding, "preflight_dataset")  # the command calls that of datasets
+    path, _ = write_rented_dataset(vast, repository, tmp_path, rate=100.0, real=False, program=10.0)
+    done = CliRunner().invoke(main, ["run", str(path), "--use-vast", "--yes"])
+    assert (done.exit_code, "is not complete: check `repo_url`" in done.output) == (1, True)
     assert len(vast.list_machines()) == 1
     vast.reset()
 

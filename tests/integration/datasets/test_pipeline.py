@@ -12,6 +12,7 @@ import tarfile
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -57,7 +58,7 @@ from millrace.datasets.settings import CardSettings
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
 from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name, parse_lease
-from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.lease import Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import encode_record, fetch
 from millrace.schemas.dataset import DatasetPlan, decode_sample_offsets
@@ -157,6 +158,51 @@ def test_two_runs_at_once_share_the_work_and_both_end_right(settings):
         assert sum(isinstance(one, PartitionEnded) for one in own) == pending
     assert sum(report.new_shards for report in reports) == len(reports[0].manifest.shards)
     assert ids_in(open_store(settings.store), reports[0].manifest.shards) == Counter(range(2000))
+
+
+@contextmanager
+def hold_partition(settings, partition: str, *, is_alive: bool = True):
+    """Hold the lease of a partition as another run does, with heartbeats while it is alive."""
+    store, holder = open_store(settings.store), Holder.describe_this_process()
+    ttl = timedelta(seconds=9 if is_alive else 3)
+    keys, clock = LeaseKeys("sets/one", partition), StoreClock.read(store, "sets/one", holder)
+    with Heartbeat(ttl, lambda: is_alive) as heartbeat:
+        lease = acquire(store, keys, holder, ttl, clock)
+        assert isinstance(lease, Lease)
+        heartbeat.keep(lease)
+        yield
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_need_not_wait_ends_while_other_runs_work_on_the_rest(settings, workers):
+    settings = changed(settings, execution={"workers": workers})
+    with hold_partition(settings, "train-00001"):
+        with pytest.raises(errors.HeldError, match="Other runs work on 1 open partition of "):
+            shard_dataset(settings, wait=False)
+        status = read_status(open_store(settings.store), "sets/one")
+        assert status.ended_partitions == len(status.partitions) - 1
+    assert shard_dataset(settings, wait=False).samples == 2000
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_need_not_wait_takes_over_from_a_run_that_is_dead(settings, workers):
+    settings = changed(settings, execution={"workers": workers})
+    with hold_partition(settings, "train-00001", is_alive=False):
+        assert shard_dataset(settings, wait=False).samples == 2000
+
+
+def test_of_several_machines_only_the_first_one_waits_for_the_others(settings, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(settings.model_dump_json())
+    with hold_partition(settings, "train-00001"):
+        ended = CliRunner().invoke(main, ["run", str(path), "--slot", "3"])
+    assert (ended.exit_code, "none is left for this run" in ended.output) == (0, True), ended.output
+    with hold_partition(settings, "train-00001", is_alive=False):
+        done = CliRunner().invoke(main, ["run", str(path), "--slot", "0"])
+    assert (done.exit_code, "2,000 samples" in done.output) == (0, True), done.output
+    for option in ("--repair", "--use-vast"):
+        refused = CliRunner().invoke(main, ["run", str(path), "--slot", "0", option])
+        assert (refused.exit_code, f"or remove {option}" in refused.output) == (2, True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
