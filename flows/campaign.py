@@ -53,6 +53,10 @@ def run_stages(plan: CampaignPlan, campaign: Campaign, lease: CampaignLease) -> 
         check_destination(publish)
     if training is not None:
         campaign_tasks.check_training(training, plan.find_initial_weights)
+        if publish is not None:
+            campaign_tasks.check_publication(
+                training, plan.find_initial_weights, publish.make_spec(), publish.job
+            )
     if data is not None and data.source is not None:
         settings = (data.sharding, data.execution)
         shard_dataset(data.dataset, data.source, plan.bucket, *settings, machines=data.machines)

@@ -15,6 +15,7 @@ from millrace.campaigns import (
     Training,
     TrainingOptions,
 )
+from millrace.checkpoints import HubSpec
 from millrace.cleanup import Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
@@ -22,7 +23,7 @@ from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.rentals import check_rental_name
 from millrace.rented_sharding import make_rental_name
 from millrace.schemas.rental import MoneyLimits
-from millrace.storage import Right
+from millrace.storage import Right, StoreSpec
 from tasks.locations import (
     BucketLocation,
     HubRepository,
@@ -106,6 +107,13 @@ class PublishSettings(_PlanModel):
     hub: HubRepository | None = Field(
         default=None, description="Or a repository of the Hugging Face Hub."
     )
+
+    def make_spec(self) -> StoreSpec | HubSpec:
+        """Return the destination, with the credentials to write there."""
+        if self.hub is not None:
+            return self.hub.make_spec()
+        assert self.bucket is not None
+        return make_store_spec(self.bucket, Right.WRITE)
 
 
 class CampaignPlan(_PlanModel):

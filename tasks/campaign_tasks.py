@@ -42,6 +42,7 @@ from tasks.stages import StageRun, format_stages, list_stage_runs
 _MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's last lines
 
 check_training = retried_task(campaigns.check_training)
+check_publication = retried_task(campaigns.check_publication)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
 commit_training = retried_task(campaigns.commit_training)
 read_training_progress = retried_task(campaigns.read_training_progress)

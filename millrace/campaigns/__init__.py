@@ -5,7 +5,7 @@ cleans. This package decides which of them are needed, and with which settings.
 """
 
 from millrace.campaigns.campaign import Campaign, Training
-from millrace.campaigns.checks import check_dataset_complete, check_training
+from millrace.campaigns.checks import check_dataset_complete, check_publication, check_training
 from millrace.campaigns.committed_training import check_committed_training, commit_training
 from millrace.campaigns.lease import CampaignLease, hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
@@ -48,6 +48,7 @@ __all__ = [
     "check_committed_training",
     "check_dataset_complete",
     "check_gradients_taken",
+    "check_publication",
     "check_training",
     "commit_prewarm_marker",
     "commit_training",

@@ -1,6 +1,7 @@
 """Checks of a campaign before anything is created or rented."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from millrace import cluster, gradients
@@ -9,10 +10,15 @@ from millrace.campaigns.committed_training import check_committed_training
 from millrace.campaigns.progress import read_training_progress
 from millrace.campaigns.settings import LocalWorkerOptions
 from millrace.campaigns.worker import check_local_command, check_repository_command
+from millrace.checkpoints import HubSpec, open_content, open_destination
+from millrace.checkpoints.destinations import Destination
+from millrace.checkpoints.find import find_checkpoint
 from millrace.dataset_ledger import fetch_manifest
-from millrace.errors import NotFoundError
+from millrace.errors import ConflictError, NotFoundError
 from millrace.gradients import InitialWeights
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import StoreSpec, open_store
 
 
@@ -38,6 +44,59 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
         cluster.check_reachable(training.options.aggregation.ray)
 
 
+def check_publication(
+    training: Training,
+    find_weights: Callable[[], InitialWeights],
+    place: StoreSpec | HubSpec,
+    job: str,
+) -> None:
+    """Refuse to publish where the job has another checkpoint of the step of the final weights.
+
+    The weights of a training that has ended are published next, so nothing is checked.
+
+    Args:
+        training: Training.
+        find_weights: Returns the checkpoint that the run begins with. Called only if the run has
+            not begun.
+        place: Destination of the final weights.
+        job: Job of their checkpoint at the destination.
+
+    Raises:
+        ConflictError: The destination has such a checkpoint.
+        CorruptError: The Hub has one whose metadata is damaged.
+    """
+    progress = read_training_progress(training)
+    if progress.has_ended:
+        return
+    store = open_store(training.write_store)
+    if progress.has_begun:
+        first_step = gradients.read_link(store, training.run.chain_keys, 0).step
+    else:
+        first_step = _check_weights(find_weights()).step
+    step = first_step + training.last_window * training.run.steps
+    destination = open_destination(place)
+    there = _find_published(destination, job, step)
+    if there is None:
+        return
+    own = find_checkpoint(store, training.weights_job, step)
+    if own is not None and open_content(store, own).root == there.root:
+        return
+    raise ConflictError(
+        f"{destination.url}/{CheckpointKeys(job).make_metadata_key(step)} is another checkpoint of "
+        f"step {step}, at which {training.campaign} publishes its final weights: name another "
+        "`job` in `publish`, or delete this checkpoint."
+    )
+
+
+def _find_published(destination: Destination, job: str, step: int) -> Checkpoint | None:
+    """Return the checkpoint of a step; None if a copy of the step commits its own."""
+    if destination.store is not None:
+        return find_checkpoint(destination.store, job, step)
+    with suppress(NotFoundError):
+        return destination.read_checkpoint(job, step)
+    return None
+
+
 def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
     """Refuse a dataset that is missing or not complete.
 
@@ -53,9 +112,9 @@ def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
         ) from None
 
 
-def _check_weights(weights: InitialWeights) -> None:
+def _check_weights(weights: InitialWeights) -> Checkpoint:
     store = open_store(weights.store, make_folder=False)
-    gradients.check_weights(store, weights.job, step=weights.step, tensors=weights.tensors)
+    return gradients.check_weights(store, weights.job, step=weights.step, tensors=weights.tensors)
 
 
 def _check_command(training: Training) -> None:

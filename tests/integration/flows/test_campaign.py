@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+import torch
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from pydantic import ValidationError
 
@@ -14,11 +15,13 @@ from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import commit_training, hold_campaign_lease
-from millrace.errors import MillraceError, WorkerError
+from millrace.checkpoints import Saver
+from millrace.errors import ConflictError, MillraceError, WorkerError
 from millrace.storage import StoreSpec, open_store
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
     EPOCHS,
+    STEPS,
     WINDOWS,
     WORKERS,
     find_faults,
@@ -66,6 +69,20 @@ def test_what_can_be_known_is_checked_before_anything_is_made(
     make_text(tmp_path / "text")
     with pytest.raises((MillraceError, ValidationError), match=said):
         run_campaign(CampaignPlan.model_validate(plan | {"training": plan["training"] | change}))
+    assert not (store / "small-text").exists()
+
+
+def test_a_destination_with_other_weights_is_refused_before_anything_is_made(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    begin(open_store(store.as_uri()), "small/first")
+    with Saver(open_store(store.as_uri()), "small/final") as saver:
+        saver.save({"weight": torch.zeros(2)}, step=EPOCHS * WINDOWS * STEPS)
+    plan = make_plan_settings("small", store.as_uri(), tmp_path / "text", make_local_workers())
+    make_text(tmp_path / "text")
+    with pytest.raises(ConflictError, match="name another `job` in `publish`"):
+        run_campaign(CampaignPlan.model_validate(plan))
     assert not (store / "small-text").exists()
 
 

@@ -9,12 +9,17 @@ import torch
 from millrace.campaigns import (
     check_committed_training,
     check_dataset_complete,
+    check_publication,
     check_training,
     commit_training,
 )
+from millrace.checkpoints import Saver
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
 from millrace.gradients import InitialWeights, begin_run, select_weights
-from millrace.storage import Store, StoreSpec, delete, list_objects, put, read
+from millrace.keys.checkpoints import CheckpointKeys
+from millrace.records import commit_once
+from millrace.schemas.checkpoint import EpochRecord
+from millrace.storage import Store, StoreSpec, delete, list_objects, open_store, put, read
 from tests.support.campaigns.training import MakeTraining
 from tests.support.campaigns.workers import finalize_dataset
 
@@ -88,6 +93,50 @@ def test_the_dataset_of_a_begun_training_is_not_replaced_under_its_name(
     for check in (check_committed_training, commit_training):
         with pytest.raises(ConflictError, match=r"the manifest of data\.dataset was \S+, and is"):
             check(training)
+
+
+def save(place: StoreSpec, job: str, step: int, fill: float = 0.0) -> None:
+    with Saver(open_store(place), job) as saver:
+        saver.save({"weight": torch.full((2, 3), fill)}, step=step)
+
+
+def test_a_destination_with_another_checkpoint_of_the_last_step_is_refused(
+    place: StoreSpec, store: Store, make_training: MakeTraining, tmp_path: Path
+) -> None:
+    training, there = make_training(), StoreSpec(url=(tmp_path / "there").as_uri())
+    last = 5 + 6 * training.run.steps
+
+    def find_weights() -> InitialWeights:
+        return InitialWeights(url=place.url, job="first")
+
+    save(place, "first", 5)
+    save(there, "final", last - 1)
+    check_publication(training, find_weights, there, "final")
+    save(there, "final", last)
+    with pytest.raises(
+        ConflictError, match=f"is another checkpoint of step {last}, .* another `job`"
+    ):
+        check_publication(training, find_weights, there, "final")
+    check_publication(training, find_weights, there, "another")
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)), step=5)
+    with pytest.raises(ConflictError, match="small publishes its final weights"):
+        check_publication(training, refuse, there, "final")
+    save(place, training.weights_job, last)  # those that were published
+    check_publication(training, refuse, there, "final")
+
+
+def test_a_campaign_whose_training_has_ended_goes_on_to_its_publication(
+    place: StoreSpec, store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training()
+    save(place, "final", 6 * training.run.steps)
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
+    with pytest.raises(ConflictError):
+        check_publication(training, refuse, place, "final")
+    put(store, training.run.chain_keys.make_link_key(6), b"")
+    end = EpochRecord(job=training.epoch_job, epoch=1, step=1, root=None, reason="late")
+    commit_once(store, CheckpointKeys(training.epoch_job).make_epoch_key(1), end)
+    check_publication(training, refuse, place, "final")
 
 
 def test_the_options_of_a_window_may_change(store: Store, make_training: MakeTraining) -> None:
