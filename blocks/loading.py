@@ -16,6 +16,10 @@ B = TypeVar("B", bound=Block)
 def find_block(kind: type[B], name: str) -> B | None:
     """Find a block by its name.
 
+    Args:
+        kind: Type of the block; `Block` for any type.
+        name: Name of the block; with `Block`, in the form ``TYPE/NAME``.
+
     Returns:
         The block; None if there is no block of this name.
 
@@ -59,4 +63,5 @@ def load_with_faults(kind: type[B], name: str) -> tuple[B | None, dict[str, str]
 def describe_faults(kind: type[Block], name: str, faults: dict[str, str]) -> str:
     """Return a sentence that names a block and its invalid fields."""
     fields = "; ".join(f"{field or 'fields'}: {fault}" for field, fault in faults.items())
-    return f"The {kind.get_block_type_name()} block {name!r} is not valid. {fields}."
+    label = "block" if kind is Block else f"{kind.get_block_type_name()} block"
+    return f"The {label} {name!r} is not valid. {fields}."

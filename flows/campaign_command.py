@@ -104,12 +104,17 @@ def read_campaign_plan(path: Path) -> Any:
 def _load_blocks(value: Any) -> Any:
     from prefect.blocks.core import Block
 
+    from blocks.loading import find_block
+
     match value:
         case {"$ref": {"block_document_slug": str(slug)}, **rest} if not rest:
-            try:
-                return Block.load(slug)
-            except ValueError as error:
-                raise ConfigurationError(f"There is no block {slug}: {error}") from None
+            block = find_block(Block, slug)
+            if block is None:
+                raise ConfigurationError(
+                    f"There is no block {slug}: write TYPE/NAME of a block of this server, such as "
+                    "millrace-bucket/gradients."
+                )
+            return block
         case dict():
             return {name: _load_blocks(each) for name, each in value.items()}
         case list():

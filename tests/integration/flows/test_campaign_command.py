@@ -16,15 +16,17 @@ import yaml
 from click.testing import CliRunner
 from prefect import flow, task
 
+from blocks import Bucket
 from examples.tiny_lm.begin import begin
 from flows.campaign import run_campaign
 from flows.campaign_command import read_campaign_plan, should_print
 from flows.campaign_plan import LocalWorkerOptions
 from millrace.cli import main
-from millrace.errors import UnavailableError
+from millrace.errors import ConfigurationError, UnavailableError
 from millrace.storage import open_store
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
+from tests.support.blocks import save_document
 from tests.support.flows.campaigns import make_local_workers, make_plan_settings, make_text
 
 NOISE = (
@@ -77,6 +79,22 @@ def test_init_writes_a_campaign_that_is_valid(
     rented = [line.replace("  # ", "  ", 1) for line in lines[start + 3 : end]]
     path.write_text("\n".join([*lines[:start], *rented, *lines[end:]]))
     assert read_campaign_plan(path).training.machines.kind == "rented"
+
+
+def test_a_block_that_cannot_be_loaded_is_a_sentence(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    name = save_document(prefect_api, Bucket, {"role": "dataset", "url": "my-bucket"})
+    refusals = {
+        f"millrace-bucket/{name}": "is not valid. url: write r2://",
+        "millrace-bucket/none": "There is no block millrace-bucket/none: write TYPE/NAME",
+        "none": "There is no block none: write TYPE/NAME",
+    }
+    for slug, said in refusals.items():
+        bucket = {"$ref": {"block_document_slug": slug}}
+        plan = make_plan_settings("small", bucket, tmp_path, make_local_workers())
+        with pytest.raises(ConfigurationError, match=re.escape(said)):
+            read_campaign_plan(written(tmp_path, plan))
 
 
 def test_without_a_file_it_says_which_command_writes_one(tmp_path: Path) -> None:
