@@ -1,7 +1,7 @@
 """Put the same files on every node of a cluster."""
 
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 from prefect import flow
 from prefect.blocks.system import Secret
@@ -126,8 +126,21 @@ class AgentHosts(BaseModel):
     )
 
     def find_hosts(self) -> Hosts:
-        """Return the engine's settings of the nodes."""
-        return Hosts(hosts=tuple(self.hosts), key=SecretStr(cast("str", self.node_key.get())))
+        """Return the engine's settings of the nodes.
+
+        Raises:
+            ConfigurationError: The key is no text.
+        """
+        text: object = self.node_key.value.get_secret_value()
+        key: object = self.node_key.get()  # of a text that is JSON, its value
+        if not isinstance(key, str):
+            key = text  # such as a key of digits only
+        if not isinstance(key, str):
+            raise ConfigurationError(
+                "The Secret block of `node_key` has a value that is no text: save the key of the "
+                "machines as a text."
+            )
+        return Hosts(hosts=tuple(self.hosts), key=SecretStr(key))
 
 
 class RentedMachines(BaseModel):
