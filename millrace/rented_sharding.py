@@ -228,8 +228,8 @@ def shard_on_machines(
             f"The programs of {rental.name} ended with exit code 0, and {found.url} is not "
             "complete: check `repo_url` and `repo_ref`, and start again."
         )
-    report = follower.make_report(time.monotonic() - began, supervisor.cost)
-    return replace(report, warnings=warnings)
+    report = follower.make_report(config, time.monotonic() - began, supervisor.cost)
+    return replace(report, warnings=warnings + report.warnings)
 
 
 def limit_machines(rental: RentalSettings, found: Preflight) -> tuple[RentalSettings, str]:

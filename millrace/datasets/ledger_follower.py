@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from millrace import errors
 from millrace.dataset_ledger import fetch_plan
-from millrace.datasets.pipeline import ShardReport
+from millrace.datasets.pipeline import ShardReport, write_card_and_warn
 from millrace.datasets.plan import check_manifest
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -13,6 +13,7 @@ from millrace.datasets.progress_events import (
     PlanCommitted,
     ShardCommitted,
 )
+from millrace.datasets.settings import PipelineSettings
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
 from millrace.records import Record, fetch, iterate_records
@@ -74,10 +75,13 @@ class LedgerFollower:
             if end.partition in partitions:
                 self._progress(PartitionEnded.describe(end))
 
-    def make_report(self, seconds: float, dollars: float) -> ShardReport:
-        """Return the report of the complete dataset.
+    def make_report(
+        self, settings: PipelineSettings, seconds: float, dollars: float
+    ) -> ShardReport:
+        """Return the report of the complete dataset, and write its card if no machine has.
 
         Args:
+            settings: Settings of the dataset.
             seconds: Duration of the run.
             dollars: Cost of the machines.
 
@@ -100,6 +104,7 @@ class LedgerFollower:
             new_samples=sum(shard.samples for shard in new if shard.format in manifest.formats[:1]),
             new_bytes=sum(shard.size for shard in new),
             dollars=dollars,
+            warnings=tuple(write_card_and_warn(settings, self._store, plan, manifest)),
         )
 
     def _read_plan(self) -> bool:

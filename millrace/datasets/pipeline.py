@@ -354,11 +354,7 @@ def shard_dataset(
             wait=wait,
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)
-    warnings = _describe_empty_splits(plan, [split for split, n in manifest.samples.items() if n])
-    if settings.card and (
-        sentence := write_card(store, make_card(settings.card, plan), manifest, progress=progress)
-    ):
-        warnings.append(sentence)
+    warnings = write_card_and_warn(settings, store, plan, manifest, progress)
     return ShardReport(
         url=store.make_url(settings.dataset),
         manifest_key=keys.manifest,
@@ -373,6 +369,33 @@ def shard_dataset(
         served=counter.count_served(files),
         warnings=tuple(warnings),
     )
+
+
+def write_card_and_warn(
+    settings: PipelineSettings,
+    store: Store,
+    plan: DatasetPlan,
+    manifest: Manifest,
+    progress: Progress = ignore_event,
+) -> list[str]:
+    """Write the dataset card, if the settings have one and it is missing or another one.
+
+    Args:
+        settings: Settings of the dataset.
+        store: Store of the dataset.
+        plan: Plan of the dataset.
+        manifest: Manifest of the complete dataset.
+        progress: Callback, as for `shard_dataset`.
+
+    Returns:
+        Sentences that a person should read although the dataset is complete.
+    """
+    warnings = _describe_empty_splits(plan, [split for split, n in manifest.samples.items() if n])
+    if settings.card:
+        card = make_card(settings.card, plan)
+        if sentence := write_card(store, card, manifest, progress=progress):
+            warnings.append(sentence)
+    return warnings
 
 
 def run_from_file(

@@ -67,7 +67,7 @@ def test_a_follower_reports_what_the_run_itself_reports(tmp_path: Path) -> None:
     assert [one for one in followed if isinstance(one, PlanCommitted | PartitionsPending)] == [
         one for one in own if isinstance(one, PlanCommitted | PartitionsPending)
     ]
-    found = follower.make_report(report.seconds, 1.5)
+    found = follower.make_report(config, report.seconds, 1.5)
     assert (found.new_shards, found.new_samples, found.new_bytes) == (
         report.new_shards, report.new_samples, report.new_bytes,
     )  # fmt: skip
@@ -91,4 +91,21 @@ def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None
     assert [one.partition for one in followed if isinstance(one, PartitionEnded)] == [
         ends[-1].name.removesuffix("-end.json")
     ]
-    assert follower.make_report(1.0, 0.0).new_shards == 0
+    assert follower.make_report(config, 1.0, 0.0).new_shards == 0
+
+
+def test_a_card_that_no_machine_has_written_is_written_for_the_report(tmp_path: Path) -> None:
+    """The dataset is complete before its card, and the last machine may be lost in between."""
+    config = make_config(tmp_path)
+    shard_dataset(config)
+    settings = PipelineSettings.model_validate(config.model_dump() | {"card": {"license": "mit"}})
+    readme = tmp_path / "store/words/README.md"
+    assert not readme.exists()
+    follower = LedgerFollower(open_store(config.store), "words", Events().note)
+    assert follower.make_report(settings, 1.0, 0.0).warnings == ()
+    assert "license: mit" in readme.read_text()
+    edited = readme.read_text() + "Edited by a person.\n"
+    readme.write_text(edited)
+    (warning,) = follower.make_report(settings, 1.0, 0.0).warnings
+    assert "README.md" in warning
+    assert readme.read_text() == edited
