@@ -1,7 +1,7 @@
 """Encode texts to tokens in NumPy arrays, by tiktoken where the vocabulary allows it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -99,6 +99,10 @@ class PageTokenizer:
         if self.end_id is not None and after[-1:] != (self.end_id,):
             after = (*after, self.end_id)
         self._around = before, after
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        # The vocabulary may lack ids that are added around a text.
+        largest = max([*ids, *before, *after], default=0)
+        self.dtype = np.dtype(np.uint16 if largest < 1 << 16 else np.uint32)
 
     def _find_special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens that the tokenizer adds before and after a text."""
@@ -114,20 +118,17 @@ class PageTokenizer:
         )
 
     def _open(self, end_token: str | int | None) -> None:
-        module = import_extra_module("millrace.datasets.transforms.tokenize", "tokenizers")
-        self._tokenizer: Tokenizer = module.load_tokenizer(self._body)
-        self._max_text: int = module.MAX_TEXT_BYTES
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self._library = import_extra_module("millrace.datasets.transforms.tokenize", "tokenizers")
+        self._tokenizer: Tokenizer = self._library.load_tokenizer(self._body)
+        self._max_text: int = self._library.MAX_TEXT_BYTES
         if isinstance(end_token, int):
             if not 0 <= end_token < 1 << 32:
                 raise errors.ConfigurationError(
                     f"The end token {end_token} is no id of 32 bits. Correct `end_token`."
                 )
             self.end_id: int | None = end_token
-            largest = max(largest, end_token)
         else:
-            self.end_id = module.find_token(self._tokenizer, end_token)
-        self.dtype = np.dtype(np.uint16 if largest < 1 << 16 else np.uint32)
+            self.end_id = self._library.find_token(self._tokenizer, end_token)
         self._encoding, self.reason = _convert(self._body)
         self._prefix = _find_prefix(self._encoding.added) if self._encoding else ""
 
@@ -149,7 +150,8 @@ class PageTokenizer:
         """Return the tokens of documents. None is a document without tokens and without an end.
 
         Raises:
-            ValueError: A text is longer than the library `tokenizers` can encode, 16 MiB.
+            ValueError: The library `tokenizers` refuses a text, or the text is longer than the
+                library can encode, 16 MiB. The message has the number of the document.
         """
         found: list[Tokens | None] = [self._encode_quickly(text) for text in texts]
         left = [number for number, tokens in enumerate(found) if tokens is None]
@@ -161,9 +163,13 @@ class PageTokenizer:
                         f"document {number} has more than {self._max_text >> 20} MiB, which take "
                         "too much memory to tokenize"
                     )
-            encoded = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-            for number, one in zip(left, encoded, strict=True):
-                found[number] = np.array(one.ids, self.dtype)
+            encoded: Iterator[list[int] | str] = self._library.encode_texts(
+                self._tokenizer, whole, add_special_tokens=False
+            )
+            for number, ids in zip(left, encoded, strict=True):
+                if isinstance(ids, str):
+                    raise ValueError(f"document {number}: {ids}")  # noqa: TRY004 - a refusal
+                found[number] = np.array(ids, self.dtype)
         return self._join(texts, [tokens for tokens in found if tokens is not None])
 
     def _encode_quickly(self, text: str | None) -> npt.NDArray[np.uint32] | None:
@@ -175,14 +181,16 @@ class PageTokenizer:
             return None
         if self._has_added_token(text):
             return None
-        if encoding.is_composed and not text.isascii():
-            normalizer: Any = self._tokenizer.normalizer
-            text = str(normalizer.normalize_str(text))
-            if self._has_added_token(text):
-                return None
         try:
+            if encoding.is_composed and not text.isascii():
+                normalizer: Any = self._tokenizer.normalizer
+                text = str(normalizer.normalize_str(text))
+                if self._has_added_token(text):
+                    return None
             return encoding.encode(text)
-        except ValueError:  # a run of spaces that is too long for its regular expressions
+        except BaseException as error:  # such as of a long run of spaces, or a panic of Rust
+            if self._library.is_fatal(error):
+                raise
             return None
 
     def _has_added_token(self, text: str) -> bool:

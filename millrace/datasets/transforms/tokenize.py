@@ -1,6 +1,6 @@
 """Transform that replaces a text by its tokens, with the tokenizers of Hugging Face."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -56,7 +56,7 @@ class TokenizeTransform:
                 rows.append(make_bad_row(sample, str(error)))
             else:
                 rows.append(sample)
-        found = iter(self._encode(texts))
+        found = self._encode(texts)
         return [
             [self._replace_text(row, next(found)) if isinstance(row, Sample) else row]
             for row in rows
@@ -64,31 +64,13 @@ class TokenizeTransform:
 
     def _list_added_ids(self) -> list[int]:
         """Return the ids that the tokenizer adds to a text, which its vocabulary may not have."""
-        found = self._encode_text("")
+        (found,) = self._encode([""])
         return [] if isinstance(found, str) else found
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int] | str]:
-        """Return the ids of each text, or the reason why the tokenizer refuses the text."""
-        try:
-            # The method without offsets takes less time and memory.
-            encodings = self._tokenizer.encode_batch_fast(
-                texts, add_special_tokens=self._settings.add_special_tokens
-            )
-        except BaseException as error:  # also a panic of Rust
-            if isinstance(error, MemoryError) or is_interruption(error):
-                raise
-            return [*map(self._encode_text, texts)]
-        return [one.ids for one in encodings]
-
-    def _encode_text(self, text: str) -> list[int] | str:
-        try:
-            return self._tokenizer.encode(
-                text, add_special_tokens=self._settings.add_special_tokens
-            ).ids
-        except BaseException as error:
-            if isinstance(error, MemoryError) or is_interruption(error):
-                raise
-            return f"the tokenizer refused the text: {format_last_line(error)}"
+    def _encode(self, texts: Sequence[str]) -> Iterator[list[int] | str]:
+        return encode_texts(
+            self._tokenizer, texts, add_special_tokens=self._settings.add_special_tokens
+        )
 
     def _read_text(self, sample: Sample) -> str:
         """Return the text of a sample.
@@ -122,6 +104,35 @@ class TokenizeTransform:
             return sample._replace(fields={TOKENS: tokens})
         fields = {n: data for n, data in sample.fields.items() if n != self._settings.field}
         return sample._replace(fields={**fields, TOKENS: tokens})
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> Iterator[list[int] | str]:
+    """Yield the ids of each text, or the reason why the tokenizer refuses the text."""
+    try:
+        # The method without offsets takes less time and memory.
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except BaseException as error:  # also a panic of Rust
+        if is_fatal(error):
+            raise
+        yield from (_encode_text(tokenizer, text, add_special_tokens) for text in texts)
+    else:
+        yield from (one.ids for one in encodings)
+
+
+def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int] | str:  # noqa: FBT001
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except BaseException as error:
+        if is_fatal(error):
+            raise
+        return f"the tokenizer refused the text: {format_last_line(error)}"
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Decide whether an exception of a tokenizer is no refusal of its text."""
+    return isinstance(error, MemoryError) or is_interruption(error)
 
 
 @lru_cache(maxsize=4)

@@ -218,6 +218,24 @@ def test_a_run_of_spaces_that_is_too_long_for_tiktoken_is_encoded_nevertheless()
     assert converted.encode([text]).tokens.tolist() == encode(tokenizer, text)
 
 
+def test_a_text_over_which_tiktoken_panics_is_encoded_by_the_other_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A panic of Rust is no `Exception`. Ctrl-C is none of the text."""
+    converted, tokenizer = open_variant("as trained")
+    text = "It's a mill race"
+    raised: list[BaseException] = [type("PanicException", (BaseException,), {})("unwrap on None")]
+
+    def panic(*_: object) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr(BytePairEncoding, "encode", panic)
+    assert converted.encode([text]).tokens.tolist() == encode(tokenizer, text)
+    raised[0] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        converted.encode([text])
+
+
 def test_merges_may_be_written_as_texts() -> None:
     """Files of older versions have such merges."""
     parsed = json.loads(json.dumps(VARIANTS["as trained"]))

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from millrace import errors
 from millrace.datasets.loader import (
@@ -188,6 +188,35 @@ def test_an_error_in_one_page_names_it(
     wrong = Page(0, 100, 200) if column == "id" else Page(0, 0, 3)
     with pytest.raises(kind, match=text):
         list(loader.read([wrong]))
+
+
+def make_words(*, added: int | None = None) -> bytes:
+    """Return a tokenizer of the words a and b, with a token that it adds to each text."""
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if added is not None:
+        library.post_processor = processors.TemplateProcessing(
+            single="[BOS] $A", special_tokens=[("[BOS]", added)]
+        )
+    return library.to_str().encode()
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named(folder: Path) -> None:
+    pq.write_table(pa.table({"text": ["a b", "b", "a c"]}), folder / "1.parquet")
+    loader = TokenLoader(PageLoader(str(folder), "text", include=["1.parquet"]), make_words())
+    assert split(next(loader.read([Page(0, 0, 2)]))) == [[0, 1], [1]]
+    refusal = r"1\.parquet, rows 0 to 2 .*document 2: the tokenizer refused .*WordLevel error"
+    with pytest.raises(errors.CorruptError, match=refusal):
+        list(loader.read([Page(0, 0, 3)]))
+    with pytest.raises(ValueError, match="document 1: the tokenizer refused the text"):
+        PageTokenizer(BODY).encode(["a", "\udc80"])
+
+
+@pytest.mark.parametrize("added", [65_535, 65_536])
+def test_an_id_that_the_vocabulary_does_not_have_decides_the_type_too(added: int) -> None:
+    tokenizer = PageTokenizer(make_words(added=added), add_special_tokens=True)
+    assert tokenizer.dtype == (np.uint16 if added < 1 << 16 else np.uint32)
+    assert split(tokenizer.encode(["a b"])) == [[added, 0, 1]]
 
 
 def test_a_damaged_page_is_named_with_its_rows(folder: Path) -> None:
