@@ -49,14 +49,20 @@ def fetch_plan(store: Store, keys: DatasetKeys) -> DatasetPlan:
     return plan
 
 
-def fetch_manifest(store: Store, keys: DatasetKeys) -> Manifest:
+def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
     """Return the manifest of a dataset.
 
     Raises:
-        NotFoundError: There is no manifest under this name.
+        NotFoundError: There is no manifest.
         ConfigurationError: The manifest is that of a dataset with another name.
     """
-    manifest = fetch(store, keys.manifest, Manifest)
+    try:
+        manifest = fetch(store, keys.manifest, Manifest)
+    except errors.NotFoundError:
+        raise errors.NotFoundError(
+            f"{store.make_url(keys.dataset)} has no manifest: the dataset is not complete, or the "
+            "name is wrong. `millrace status` shows its progress, `millrace run` completes it."
+        ) from None
     _check_name(store, keys, manifest.dataset)
     return manifest
 

@@ -13,7 +13,7 @@ from millrace.campaigns.worker import check_local_command, check_repository_comm
 from millrace.checkpoints import HubSpec, open_content, open_destination
 from millrace.checkpoints.destinations import Destination
 from millrace.checkpoints.find import find_checkpoint
-from millrace.dataset_ledger import fetch_manifest
+from millrace.dataset_ledger import read_manifest
 from millrace.errors import ConflictError, NotFoundError
 from millrace.gradients import InitialWeights
 from millrace.keys.checkpoints import CheckpointKeys
@@ -105,7 +105,7 @@ def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
         ConfigurationError: The manifest is that of a dataset with another name.
     """
     try:
-        fetch_manifest(open_store(spec, make_folder=False), DatasetKeys(dataset))
+        read_manifest(open_store(spec, make_folder=False), DatasetKeys(dataset))
     except NotFoundError:
         raise NotFoundError(
             f"{dataset} is not complete at {spec.url}: give the campaign its source, or shard it."

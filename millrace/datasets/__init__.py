@@ -1,5 +1,6 @@
 """Stream a dataset into shards in a store, each exactly once, resumable on any machine."""
 
+from millrace.dataset_ledger import read_manifest
 from millrace.datasets.garbage import GarbagePlan, GarbageResult, delete_garbage, plan_garbage
 from millrace.datasets.pipeline import (
     Preflight,
@@ -24,7 +25,7 @@ from millrace.datasets.status import (
     find_datasets,
     read_status,
 )
-from millrace.datasets.verify import ShardFault, Verification, read_manifest, verify_dataset
+from millrace.datasets.verify import ShardFault, Verification, verify_dataset
 
 __all__ = [
     "CardSettings",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from millrace import errors
 from millrace.block_lists import join_shard_blocks
-from millrace.dataset_ledger import fetch_plan, iterate_commits
+from millrace.dataset_ledger import fetch_plan, iterate_commits, read_manifest
 from millrace.datasets.card import make_card, write_card
 from millrace.datasets.formats import BadSampleError
 from millrace.datasets.formats.shard_set import ShardSet
@@ -22,7 +22,7 @@ from millrace.datasets.transforms import (
     record_transforms,
 )
 from millrace.datasets.transforms.base import IMPURE_FUNCTION
-from millrace.datasets.verify import ShardFault, read_manifest, verify_dataset
+from millrace.datasets.verify import ShardFault, verify_dataset
 from millrace.datasets.writers import describe_writers
 from millrace.digest import compute_digest
 from millrace.formatting import format_count

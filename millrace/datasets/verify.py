@@ -7,7 +7,7 @@ from itertools import islice
 
 from millrace import errors
 from millrace.block_lists import describe_block_digests, read_shard_blocks
-from millrace.dataset_ledger import fetch_manifest
+from millrace.dataset_ledger import read_manifest
 from millrace.datasets.card import describe_card_faults
 from millrace.datasets.indexes import describe_index, make_indexes
 from millrace.datasets.progress_events import ShardVerified
@@ -139,22 +139,6 @@ def verify_dataset(
         strays=tuple(ShardFault(key, _STRAY if keys.is_own(key) else _FOREIGN) for key in strays),
         notes=notes,
     )
-
-
-def read_manifest(store: Store, keys: DatasetKeys) -> Manifest:
-    """Return the manifest of a dataset.
-
-    Raises:
-        NotFoundError: There is no manifest.
-        ConfigurationError: The manifest is that of a dataset with another name.
-    """
-    try:
-        return fetch_manifest(store, keys)
-    except errors.NotFoundError:
-        raise errors.NotFoundError(
-            f"{store.make_url(keys.dataset)} has no manifest: the dataset is not complete, or the "
-            "name is wrong. `millrace status` shows its progress, `millrace run` completes it."
-        ) from None
 
 
 def _describe_manifest(store: Store, keys: DatasetKeys, expected: Manifest) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from millrace import errors
 from millrace.checkpoints.find import find_newest, read_checkpoint
-from millrace.dataset_ledger import fetch_manifest
+from millrace.dataset_ledger import read_manifest
 from millrace.digest import Algorithm, compute_digest, make_local_etag
 from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
 from millrace.keys.datasets import DatasetKeys
@@ -239,7 +239,7 @@ def _resolve_shards(request: Request, dataset: str, store: Store) -> Iterator[_F
         CorruptError: A shard has another size.
     """
     keys = DatasetKeys(dataset)
-    manifest = fetch_manifest(store, keys)
+    manifest = read_manifest(store, keys)
     stats = {stat.key: stat for stat in list_objects(store, f"{dataset}/shards/")}
     for shard in manifest.shards:
         stat = stats.get(shard.key)

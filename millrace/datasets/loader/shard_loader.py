@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from millrace import errors
+from millrace.dataset_ledger import read_manifest
 from millrace.datasets.formats import FormatName
 from millrace.datasets.formats.tokens import find_tokens
 from millrace.datasets.loader.dataset_files import ProcessFiles
@@ -37,7 +38,6 @@ from millrace.datasets.loader.sample_stream import (
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.loader.stream_counts import Remainder, compute_ends, deal_streams
 from millrace.datasets.loader.window_queue import StreamWindows
-from millrace.datasets.verify import read_manifest
 from millrace.digest import BLOCK_SIZE
 from millrace.keys.datasets import DatasetKeys
 from millrace.settings import validate_settings

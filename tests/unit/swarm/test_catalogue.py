@@ -61,7 +61,9 @@ def test_a_dataset_that_is_not_whole_is_refused(store: Store) -> None:
     with pytest.raises(errors.NotFoundError, match=r"000001\.tar is missing"):
         preview(settings)
     delete(store, [DatasetKeys("text").manifest])
-    with pytest.raises(errors.NotFoundError, match=r"manifest\.json"):
+    with pytest.raises(
+        errors.NotFoundError, match="text has no manifest: the dataset is not complete"
+    ):
         preview(settings)
 
 
