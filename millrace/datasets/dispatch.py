@@ -20,12 +20,14 @@ from millrace import errors
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionsPending,
+    PartitionStalled,
     ShardCommitted,
     WorkerLost,
     decode_partition_event,
 )
 from millrace.datasets.ray_tasks import connect_pool
 from millrace.datasets.settings import ExecutionSettings
+from millrace.datasets.stall_watch import RowNotes, watch_in_thread
 from millrace.datasets.worker import PartitionJob, PartitionJobs, run_job
 from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
@@ -288,8 +290,16 @@ def _run_in_process(
             pending.requeue_held()
             continue
         job, lease = claimed
-        run_job(job, report_event)
+        _run_job_here(job, report_event)
         leases.heartbeat.release(lease)
+
+
+def _run_job_here(job: PartitionJob, progress: Progress) -> None:
+    notes, partition = RowNotes(), job.partition.name
+    with watch_in_thread(
+        notes, lambda stall: progress(PartitionStalled(partition=partition, **stall._asdict()))
+    ):
+        run_job(job, progress, notes)
 
 
 class _Driver:

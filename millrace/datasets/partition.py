@@ -10,7 +10,6 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -28,13 +27,13 @@ from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionEnding,
     PartitionOpened,
-    PartitionStalled,
     ShardCommitted,
     ShardEncoded,
     ShardHalfEncoded,
     ShardUploaded,
 )
 from millrace.datasets.sample import BadRow, Row, RowBatch
+from millrace.datasets.stall_watch import RowNotes
 from millrace.datasets.transforms import TransformedSource
 from millrace.datasets.transforms.base import IMPURE_FUNCTION
 from millrace.digest import combine_blocks, compute_digest, compute_stream_digest, hash_blocks
@@ -54,7 +53,6 @@ from millrace.storage import Store, create, exists, list_objects, stream
 
 logger = logging.getLogger(__name__)
 
-_STALL_TIMEOUT = 300.0  # seconds without a row until the first event says so
 _OTHER_PROGRAM_ADVICE = (
     "Another program writes under this dataset's name: use another name, or remove that object."
 )
@@ -78,6 +76,7 @@ def shard_partition(
     plan_digest: str,
     uploads: int,
     progress: Progress,
+    notes: RowNotes,
     is_reproducible: bool = True,
 ) -> PartitionEnd:
     """Make the missing shards of a partition, and commit the partition's end.
@@ -92,6 +91,7 @@ def shard_partition(
         uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
             format, and one sample if a sample is larger than ``shard_bytes``.
         progress: Called at each boundary, in the thread that reached it.
+        notes: Notes of this process about the rows of the partition.
         is_reproducible: Whether every read of the source gives the same samples. Otherwise the
             names of the shards have digits of their digests, and work that another process has
             committed first is dropped.
@@ -120,11 +120,11 @@ def shard_partition(
             )
         )
         try:
-            with _StallWatch(partition.name, progress) as watch, _ShardUploader(
+            with _ShardUploader(
                 store, keys, partition, layout, plan_digest, number, uploads, progress,
                 is_reproducible=is_reproducible, calls_functions=source.calls_functions,
             ) as uploader:  # fmt: skip
-                _PartitionWriter(uploader, source, position, watch).write_rows()
+                _PartitionWriter(uploader, source, position, notes).write_rows()
         except _SupersededError:
             logger.info("%s: another run has committed these rows first", partition.name)
             continue
@@ -141,7 +141,7 @@ class _PartitionWriter:
         uploader: Uploader of the commits.
         source: Source of the rows.
         position: Cursor and `skip` of the first row.
-        watch: Watch that is told each row.
+        notes: Notes of this process about the rows.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class _PartitionWriter:
         uploader: "_ShardUploader",
         source: TransformedSource,
         position: tuple[int, int],
-        watch: "_StallWatch",
+        notes: RowNotes,
     ) -> None:
-        self._watch = watch
+        self._notes = notes
         self._uploader, self._layout, self._source = uploader, uploader.layout, source
         self._position = position
         self._pending = uploader.begin_commit(position)
@@ -165,7 +165,7 @@ class _PartitionWriter:
         rows = iterate(self._uploader.partition.source_range, *self._position)
         try:
             for row in rows:
-                self._watch.note_row(_get_name(row))
+                self._notes.note_row(_get_name(row))
                 if isinstance(row, RowBatch):
                     self._add_batch(row)
                 else:
@@ -252,42 +252,6 @@ def _get_name(row: Row | RowBatch) -> str:
     if isinstance(row, RowBatch):
         return row.keys[-1] if row else ""
     return row.where if isinstance(row, BadRow) else row.key
-
-
-class _StallWatch:
-    """Thread that sends events while a partition gets no rows, such as of a function that hangs."""
-
-    def __init__(self, partition: str, progress: Progress) -> None:
-        self._partition, self._progress = partition, progress
-        self._rows, self._last_row = 0, ""
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stalls")
-
-    def __enter__(self) -> Self:
-        self._watching = self._pool.submit(self._watch)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
-        if kind is None:
-            self._watching.result()
-
-    def note_row(self, name: str) -> None:
-        """Note that a row was read."""
-        self._rows, self._last_row = self._rows + 1, name
-
-    def _watch(self) -> None:
-        rows, seconds = -1, 0.0
-        while not self._stop.wait(_STALL_TIMEOUT):
-            seconds = seconds + _STALL_TIMEOUT if self._rows == rows else 0.0
-            rows = self._rows
-            if seconds:
-                self._progress(
-                    PartitionStalled(
-                        partition=self._partition, last_row=self._last_row, seconds=seconds
-                    )
-                )
 
 
 _MAX_BAD_BYTES = 4 << 20  # bytes of bad rows in one commit

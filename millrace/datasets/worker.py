@@ -34,6 +34,7 @@ from millrace.datasets.sources import (
     open_files,
     open_mirrored_files,
 )
+from millrace.datasets.stall_watch import RowNotes
 from millrace.datasets.transforms import open_transformed_source
 from millrace.datasets.writers import check_writers
 from millrace.keys.datasets import DatasetKeys
@@ -83,13 +84,14 @@ class PartitionJobs:
     partitions: Sequence[Partition]
 
 
-def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
-    """Shard one partition.
+def run_job(job: PartitionJob, progress: Progress, notes: RowNotes) -> PartitionEnd:
+    """Shard one partition, and note its rows.
 
     Raises:
         ConfigurationError: This process would make other bytes than the plan means.
         MillraceError: The errors of `shard_partition`.
     """
+    notes.begin_partition()
     check_writers(job.dataset, job.layout, job.source.kind, job.partition)
     store, keys = open_store(job.store), DatasetKeys(job.dataset)
     files = _open_source_files(job, store, keys, progress)
@@ -111,6 +113,7 @@ def run_job(job: PartitionJob, progress: Progress) -> PartitionEnd:
             plan_digest=job.plan_digest,
             uploads=job.uploads,
             progress=progress,
+            notes=notes,
             is_reproducible=job.source.is_reproducible,
         )
     finally:
@@ -140,14 +143,14 @@ def _open_source_files(
     )
 
 
-def answer_job(job: PartitionJob, progress: Progress) -> dict[str, Any]:
+def answer_job(job: PartitionJob, progress: Progress, notes: RowNotes) -> dict[str, Any]:
     """Shard one partition, and return the worker's last message: its end, or its error.
 
     A panic of Rust is no `Exception`. It is an error of the job, too: another worker would meet it
     again. No signal that ends the process becomes an exception in a worker.
     """
     try:
-        end = run_job(job, progress)
+        end = run_job(job, progress, notes)
     except errors.MillraceError as error:
         return {"failed": [type(error).__name__, str(error)]}
     except BaseException as error:  # noqa: BLE001 - the driver raises it, with its type
@@ -219,9 +222,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked since the start
     end_with_parent()
     keep_freed_memory()
-    driver = _DriverConnection(*_open_pipes(int(sys.argv[1])))  # not stdout: libraries print there
+    pipe, memory = map(int, sys.argv[1:3])
+    driver = _DriverConnection(*_open_pipes(pipe))  # not stdout: libraries print there
+    notes = RowNotes(memory)
+    os.close(memory)
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
     while True:
         driver.ready.acquire()
         job = driver.jobs.pop(0)
-        driver.send(answer_job(job, driver.report))
+        driver.send(answer_job(job, driver.report, notes))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from typing import IO, Any, Self
 
 import orjson
 
+from millrace.datasets import stall_watch
+from millrace.datasets.progress_events import PartitionStalled, encode_partition_event
+from millrace.datasets.stall_watch import RowNotes, StallWatch
 from millrace.datasets.worker import PartitionJob
 from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerExit, WorkerPool
 from millrace.lease import Lease
 
+_OWN_EVENT = -1  # number of an event that the process has not sent
 _WORKER_CODE = """
 import sys
-sys.path[:] = sys.argv[2:] or sys.path
+sys.path[:] = sys.argv[3:] or sys.path
 from millrace.datasets.worker import main
 main()
 """
@@ -30,12 +35,16 @@ class WorkerProcess(PartitionWorker):
     Args:
         process: Process of the worker.
         output: Pipe with the messages of the worker.
+        notes: Notes of the worker about its rows.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", output: IO[bytes], notes: RowNotes
+    ) -> None:
         self.pid = process.pid
-        self._process, self._output = process, output
+        self._process, self._output, self._notes = process, output, notes
         self._listener: threading.Thread | None = None
+        self._watched: tuple[str, StallWatch] | None = None  # partition of the job, and its watch
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
@@ -44,11 +53,13 @@ class WorkerProcess(PartitionWorker):
 
     def send_job(self, job: PartitionJob) -> None:
         """Let the process shard a partition."""
+        self._watched = job.partition.name, StallWatch(self._notes)
         self._send({"job": job.reveal()})
 
     def acknowledge(self, number: int) -> None:
         """Let the worker continue after an event."""
-        self._send({"acknowledged": number})
+        if number != _OWN_EVENT:
+            self._send({"acknowledged": number})
 
     def listen(self, forward: Callable[["WorkerProcess", dict[str, Any]], None]) -> None:
         """Start a thread that forwards each message, and an empty one after the last."""
@@ -64,10 +75,31 @@ class WorkerProcess(PartitionWorker):
         self._listener.start()
 
     def iterate_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of the process until its end."""
-        for line in self._output:
-            if line.endswith(b"\n"):  # otherwise the process died while it wrote
-                yield orjson.loads(line)
+        """Yield the messages of the process until its end, and events while it gets no rows."""
+        waiting, rest = select.poll(), b""
+        waiting.register(self._output, select.POLLIN)
+        while True:
+            if not waiting.poll(stall_watch.STALL_TIMEOUT * 1000):
+                yield from self._look_for_stall()
+                continue
+            received = os.read(self._output.fileno(), 1 << 16)
+            if not received:
+                return
+            # Without its end, the last line is of a process that died while it wrote.
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
+                message = orjson.loads(line)
+                if message.keys() & {"ended", "failed"}:
+                    self._watched = None
+                yield message
+
+    def _look_for_stall(self) -> Iterator[dict[str, Any]]:
+        if self._watched is None:
+            return
+        partition, watch = self._watched
+        if stall := watch.look():
+            event = PartitionStalled(partition=partition, pid=self.pid, **stall._asdict())
+            yield {"event": [_OWN_EVENT, encode_partition_event(event)]}
 
     def wait_for_exit(self) -> WorkerExit:
         """Return the end of the process."""
@@ -107,21 +139,24 @@ def start_worker(import_path: Sequence[str] = ()) -> WorkerProcess:
     """
     mine, theirs = os.pipe()
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(os.fdopen(mine, "rb"))
-        with os.fdopen(theirs, "wb"):
+        output = stack.enter_context(os.fdopen(mine, "rb", buffering=0))
+        with os.fdopen(theirs, "wb"), os.fdopen(os.memfd_create("rows"), "wb") as memory:
+            memory.truncate(RowNotes.SIZE)
+            notes = RowNotes(memory.fileno())
+            passed = theirs, memory.fileno()
             # The driver stops its workers. Ctrl-C must not reach one before its main function.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _WORKER_CODE, str(theirs), *import_path],
+                    [sys.executable, "-P", "-c", _WORKER_CODE, *map(str, passed), *import_path],
                     stdin=subprocess.PIPE,
                     stdout=sys.__stderr__,
-                    pass_fds=[theirs],
+                    pass_fds=passed,
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         stack.pop_all()
-    return WorkerProcess(process, output)
+    return WorkerProcess(process, output, notes)
 
 
 class ProcessPool(WorkerPool):

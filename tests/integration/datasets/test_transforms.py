@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.dataset_ledger import iterate_partition_ledgers
-from millrace.datasets import partition, plan_garbage, repair_dataset, verify_dataset
+from millrace.datasets import plan_garbage, repair_dataset, stall_watch, verify_dataset
 from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import (
     PartitionOpened,
@@ -211,6 +211,9 @@ def test_a_worker_process_makes_the_same_samples_and_quarantines_the_texts_that_
 
 
 HANGING = """
+import ctypes
+import os
+import struct
 import time
 from pathlib import Path
 
@@ -221,26 +224,46 @@ def clean(sample):
     keys.append(sample["__key__"])
     if len(keys) == 4:
         (folder / "before").write_text(keys[2])
-        while not (folder / "is announced").exists():
-            time.sleep(0.001)
+        {hang}()
     return sample
+
+def wait():
+    while not (folder / "is announced").exists():
+        time.sleep(0.001)
+
+def hold_lock():
+    # `PyDLL` holds Python's lock (the GIL) during a call. This one waits for a byte, or a minute.
+    pipe = os.open(folder / "pipe", os.O_RDWR)
+    waited = ctypes.create_string_buffer(struct.pack("ihh", pipe, 1, 0))
+    ctypes.PyDLL(None).poll(waited, 1, 60_000)
 """
 
 
-def test_a_function_that_hangs_is_announced_with_the_sample_before_it(folder, monkeypatch, caplog):
-    monkeypatch.setattr(partition, "_STALL_TIMEOUT", 0.01)
-    (folder / "clean.py").write_text(HANGING.format(folder=str(folder)))
+@pytest.mark.parametrize(("workers", "hang"), [(0, "wait"), (1, "wait"), (1, "hold_lock")])
+def test_a_function_that_hangs_is_announced_with_the_sample_before_it(
+    folder, monkeypatch, caplog, workers, hang
+):
+    monkeypatch.setattr(stall_watch, "STALL_TIMEOUT", 0.01)
+    (folder / "clean.py").write_text(HANGING.format(folder=str(folder), hang=hang))
     before = folder / "before"
+    os.mkfifo(folder / "pipe")
+    pipe = os.open(folder / "pipe", os.O_RDWR)
+    pids = set()
 
     def progress(event):
         is_stalled = isinstance(event, PartitionStalled) and before.exists()
         if is_stalled and event.last_row == before.read_text():
+            pids.add(event.pid)
             (folder / "is announced").touch()
+            os.write(pipe, b"1")
 
     function = {"kind": "function", "function": f"{folder}/clean.py:clean"}
-    settings = make_settings(folder, "store", [function])
+    settings = make_settings(folder, "store", [function], workers=workers)
     assert shard_dataset(settings, progress=progress).samples == 78
-    assert f"has got no sample for 0 minutes, after {before.read_text()}" in caplog.text
+    os.close(pipe)
+    (pid,) = pids
+    assert (pid == os.getpid()) == (workers == 0)
+    assert f"has got no sample for 0 minutes, after {before.read_text()}, in " in caplog.text
 
 
 POOL = """

@@ -36,6 +36,7 @@ from millrace.datasets.progress_events import (
     ShardEncoded,
     ShardUploaded,
 )
+from millrace.datasets.stall_watch import RowNotes
 from millrace.datasets.transforms import open_transformed_source
 from millrace.datasets.worker import PartitionJob
 from millrace.keys.datasets import DatasetKeys
@@ -167,7 +168,8 @@ class Partition:
         )  # fmt: skip
         return shard_partition(
             self.store, source, self.keys, self.job.layout, self.job.partition,
-            plan_digest=self.job.plan_digest, uploads=2, progress=progress, is_reproducible=False,
+            plan_digest=self.job.plan_digest, uploads=2, progress=progress, notes=RowNotes(),
+            is_reproducible=False,
         )  # fmt: skip
 
 
