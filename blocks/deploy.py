@@ -2,7 +2,8 @@
 
 Prefect looks for the work pool first, so `prefect deploy --all` alone ends with an error on a
 server that was not set up. It also resumes paused deployments and schedules that were switched off,
-and may delete schedules that prefect.yaml does not name. `millrace deploy` keeps all of these.
+removes parameters that prefect.yaml does not name, and may delete such schedules. `millrace deploy`
+keeps all of these.
 """
 
 import os
@@ -10,17 +11,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import click
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from blocks.bucket import Bucket, BucketRole
 from blocks.server_names import TAG, WORK_POOL
@@ -43,17 +46,24 @@ def deploy_flows() -> None:
             missing = _find_missing_blocks(client)
             existing = _list_deployments(client)
             pairs = _match_deployments(project, existing)
-            kept = {found.id for _, found in pairs}
+            matched = {found.id: found for _, found in pairs}
             others = [
                 f"{client.read_flow(one.flow_id).name}/{one.name}"
                 for one in existing
                 if TAG in one.tags
-                and one.id not in kept
+                and one.id not in matched
                 and not one.paused
                 and any(schedule.active for schedule in one.schedules)
             ]
-    changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
-    if not _deploy_all(project):
+            for wanted, found in pairs:
+                if wanted.get("schedules"):
+                    _give_slugs(client, found)
+            changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
+            is_complete = _deploy_all(
+                project,
+                lambda name: changes.extend(_restore_parameters(client, name, matched)),
+            )
+    if not is_complete:
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
     for line in changes:
         click.echo(line)
@@ -134,7 +144,6 @@ def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterat
     for found in existing.schedules:
         same = by_slug.pop(found.slug, None) if found.slug else None
         if same is None:
-            schedules.append(_describe_schedule(found))
             yield f"{name}: keeps its schedule {found.slug or _format_timing(found)}"
         elif not found.active and "active" not in same:
             same["active"] = False
@@ -145,11 +154,73 @@ def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterat
         yield f"{name}: its schedule {slug} is new"
 
 
-def _describe_schedule(schedule: DeploymentSchedule) -> dict[str, Any]:
-    """Return a schedule as an entry of prefect.yaml."""
-    timing = schedule.schedule.model_dump(mode="json")
-    rest = schedule.model_dump(mode="json", include={"active", "parameters", "slug"})
-    return {key: value for key, value in (timing | rest).items() if value is not None}
+def merge_parameters(
+    before: DeploymentResponse, after: DeploymentResponse
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the parameters of a deployment: those of prefect.yaml, and those of people beside.
+
+    Args:
+        before: Deployment before Prefect has deployed it.
+        after: The same deployment, with the parameters of prefect.yaml.
+
+    Returns:
+        The parameters, and a line for each that is kept, replaced or dropped.
+    """
+    merged, lines = dict(after.parameters), list[str]()
+    known = (after.parameter_openapi_schema or {}).get("properties", {})
+    for parameter, value in before.parameters.items():
+        if parameter not in after.parameters and parameter in known:
+            merged[parameter] = value
+            lines.append(f"{after.name}: keeps its parameter {parameter}")
+        elif parameter not in known:
+            lines.append(f"{after.name}: its flow has no parameter {parameter} any more")
+        elif value != after.parameters[parameter]:
+            lines.append(f"{after.name}: its parameter {parameter} is set as in prefect.yaml")
+    return merged, lines
+
+
+def _restore_parameters(
+    client: SyncPrefectClient, name: str, existing: Mapping[UUID, DeploymentResponse]
+) -> list[str]:
+    """Restore the parameters that prefect.yaml does not name, and that Prefect has removed.
+
+    They do not go through Prefect's command, which would replace blocks by their secrets.
+
+    Args:
+        client: Client of the server.
+        name: Name of the deployment's flow and of the deployment, with a slash between them.
+        existing: Deployments as they were before, by their ids.
+
+    Returns:
+        A line for each change.
+    """
+    after = client.read_deployment_by_name(name)
+    if after.id not in existing:
+        return []
+    merged, lines = merge_parameters(existing[after.id], after)
+    if merged != after.parameters:
+        try:
+            client.update_deployment(after.id, DeploymentUpdate(parameters=merged))
+        except PrefectHTTPStatusError:  # such as for a value that the flow takes no more
+            names = ", ".join(sorted(merged.keys() - after.parameters))
+            return [f"{after.name}: the server refused its parameters {names}: set them again"]
+    return lines
+
+
+def _give_slugs(client: SyncPrefectClient, deployment: DeploymentResponse) -> None:
+    """Give a slug to each schedule of people that has none.
+
+    Prefect leaves schedules with other slugs than those of prefect.yaml as they are. It would
+    delete one without a slug. They do not go through Prefect's command either.
+    """
+    for found in deployment.schedules:
+        if not found.slug:
+            client.update_deployment_schedule(
+                deployment.id,
+                found.id,
+                slug=f"own-{found.id.hex[:12]}",
+                parameters=found.parameters,  # the server removes parameters that are left out
+            )
 
 
 def _format_timing(schedule: DeploymentSchedule) -> str:
@@ -164,13 +235,14 @@ def _format_timing(schedule: DeploymentSchedule) -> str:
             return "none"
 
 
-def _deploy_all(project: dict[str, Any]) -> bool:
+def _deploy_all(project: dict[str, Any], finish: Callable[[str], None]) -> bool:
     """Deploy the flows with Prefect's command, and print a line for each.
 
     Prefect prints twenty lines for each, which are shown if it fails.
 
     Args:
         project: Content of prefect.yaml, as it is to be deployed.
+        finish: Function that is called with the name of each deployment after Prefect has made it.
 
     Returns:
         Whether Prefect has deployed all.
@@ -191,6 +263,7 @@ def _deploy_all(project: dict[str, Any]) -> bool:
             for line in process.stdout:
                 shown.append(line)
                 if found := _DEPLOYED.search(line):
+                    finish(found[1])
                     click.echo(f"{found[1]}: deployed")
     if process.returncode:
         click.echo("".join(shown))

@@ -8,8 +8,11 @@ from uuid import uuid4
 
 import pytest
 import yaml
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.schedules import CronSchedule
+from pydantic import SecretStr
 
+from blocks import VastCredentials
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer
 
@@ -75,34 +78,47 @@ def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(
     assert "Traceback" not in refused.stderr
 
 
-def test_deploying_again_keeps_what_was_stopped_and_the_schedules_of_people(
-    prefect_server: PrefectServer, tmp_path: Path
+def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
+    prefect_api: PrefectServer, tmp_path: Path
 ) -> None:
+    """Prefect's command would replace a block in parameters by its content, secrets included."""
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     (wanted,) = (one for one in project["deployments"] if one["name"] == "reap-machines")
     wanted["name"] = f"reap-{uuid4().hex[:8]}"
     wanted["schedules"].append({"cron": "1 1 * * *", "timezone": "UTC", "slug": "other"})
     project["deployments"] = [wanted]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
-    assert deploy(prefect_server, tmp_path).returncode == 0
-    name = f"reap-machines/{wanted['name']}"
-    with prefect_server.make_client() as client:
+    assert deploy(prefect_api, tmp_path).returncode == 0
+    name, secret = f"reap-machines/{wanted['name']}", f"key-{uuid4().hex}"
+    account = VastCredentials(api_key=SecretStr(secret)).save(wanted["name"])
+    own = {"vast": {"$ref": {"block_document_id": str(account)}}}
+    with prefect_api.make_client() as client:
         first = client.read_deployment_by_name(name)
         (off,) = (one for one in first.schedules if one.slug == "every-15-minutes")
         client.update_deployment_schedule(first.id, off.id, active=False)
-        client.create_deployment_schedules(first.id, [(CronSchedule(cron="*/5 * * * *"), True)])
+        client.create_deployment_schedules(
+            first.id, [(CronSchedule(cron="*/5 * * * *"), True)], parameters=own
+        )
+        client.update_deployment(first.id, DeploymentUpdate(parameters={"bucket": "mine", **own}))
         client.pause_deployment(first.id)
 
-        again = deploy(prefect_server, tmp_path)
+        again = deploy(prefect_api, tmp_path)
         assert again.returncode == 0, again.stdout + again.stderr
-        for line in ("stays paused", "its schedule every-15-minutes stays off", "*/5 * * * *"):
+        for line in (
+            "stays paused", "its schedule every-15-minutes stays off", "*/5 * * * *",
+            "its parameter bucket is set as in prefect.yaml", "keeps its parameter vast",
+        ):  # fmt: skip
             assert line in again.stdout
         second = client.read_deployment_by_name(name)
         assert second.paused
-        found = {one.slug: (one.schedule, one.active) for one in second.schedules}
-        assert {slug: active for slug, (_, active) in found.items()} == {
-            "every-15-minutes": False, "other": True, None: True,
-        }  # fmt: skip
-        assert isinstance(found[None][0], CronSchedule)
-        assert found[None][0].cron == "*/5 * * * *"
+        assert second.parameters == {"bucket": "dataset", **own}
+        assert secret not in second.model_dump_json()
+        found = {one.slug: one for one in second.schedules}
+        stopped = found.pop("every-15-minutes")  # the server has removed its parameters
+        assert (stopped.active, stopped.parameters) == (False, {"dry_run": False})
+        assert found.pop("other").active
+        (kept,) = found.values()
+        assert isinstance(kept.schedule, CronSchedule)
+        assert (kept.schedule.cron, kept.active, kept.parameters) == ("*/5 * * * *", True, own)
         client.delete_deployment(first.id)
+        client.delete_block_document(account)

@@ -5,12 +5,11 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect.cli.deploy._schedules import _schedule_config_to_deployment_schedule
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 
-from blocks.deploy import keep_changes
+from blocks.deploy import keep_changes, merge_parameters
 
 NIGHTLY = CronSchedule(cron="7 2 * * *", timezone="UTC")
 
@@ -83,16 +82,38 @@ def test_a_schedule_that_starts_is_named() -> None:
     ],
 )
 @pytest.mark.parametrize("slug", [None, "second-bucket"])
-def test_a_schedule_of_somebody_stays(timing: Any, shown: str, slug: str | None) -> None:
+def test_a_schedule_of_somebody_is_left_to_the_server(
+    timing: Any, shown: str, slug: str | None
+) -> None:
     own = make_schedule(slug, active=False, timing=timing, bucket="aggregator")
-    wanted, lines = keep({"schedules": [{"cron": "0 0 * * *", "slug": "a"}]}, own)
-    assert [schedule.get("slug") for schedule in wanted["schedules"]] == ["a", slug]
+    a = {"cron": "0 0 * * *", "slug": "a"}
+    wanted, lines = keep({"schedules": [dict(a)]}, own)
+    assert wanted["schedules"] == [a]
     assert lines[0] == f"clean: keeps its schedule {slug or shown}"
-    deployed = _schedule_config_to_deployment_schedule(wanted["schedules"][1])
-    assert deployed["schedule"].model_dump() == timing.model_dump()
-    assert (deployed.get("slug"), deployed["active"]) == (slug, False)
-    assert deployed["parameters"] == {"bucket": "aggregator"}
 
 
 def test_without_schedules_in_prefect_yaml_prefect_changes_none() -> None:
     assert keep({}, make_schedule(None)) == ({"name": "clean"}, [])
+
+
+def test_parameters_of_people_are_kept_beside_those_of_prefect_yaml() -> None:
+    block = {"$ref": {"block_document_id": str(uuid4())}}
+    before = {"bucket": "mine", "pins": ["a"], "rules": block, "renamed": 1, "dry_run": True}
+    parameters, lines = merge_parameters(
+        make_deployment(before), make_deployment({"bucket": "gradients", "dry_run": True})
+    )
+    assert parameters == {"bucket": "gradients", "dry_run": True, "pins": ["a"], "rules": block}
+    assert lines == [
+        "clean: its parameter bucket is set as in prefect.yaml",
+        "clean: keeps its parameter pins",
+        "clean: keeps its parameter rules",
+        "clean: its flow has no parameter renamed any more",
+    ]
+
+
+def make_deployment(parameters: dict[str, Any]) -> DeploymentResponse:
+    taken = {name: {"type": "string"} for name in ("bucket", "dry_run", "pins", "rules")}
+    return DeploymentResponse(
+        name="clean", flow_id=uuid4(), parameters=parameters,
+        parameter_openapi_schema={"type": "object", "properties": taken},
+    )  # fmt: skip
