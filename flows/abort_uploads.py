@@ -1,8 +1,10 @@
 """Abort uploads that were begun and never finished, on demand or every day."""
 
 from datetime import timedelta
+from typing import Annotated
 
 from prefect import flow
+from pydantic import Field
 
 from blocks import Bucket
 from millrace.cleanup import StaleUploads
@@ -23,12 +25,13 @@ from tasks.locations import (
     skip_run,
 )
 from tasks.run_names import make_name
+from tasks.schedules import check_schedule
 
 
 @draw_form
 @flow(name="abort-uploads", flow_run_name=make_name("abort-uploads", "buckets"))
 def abort_uploads(
-    buckets: list[BucketLocation],
+    buckets: Annotated[list[BucketLocation], Field(min_length=1)],
     older_than: Duration = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> dict[str, StaleUploads] | None:
@@ -39,6 +42,7 @@ def abort_uploads(
         older_than: Age of the uploads, by the store's clock. Choose more than any upload takes.
         dry_run: Only show the uploads.
     """
+    check_schedule()
     locations = [find_location(bucket) for bucket in buckets]
     missing = [one for one, location in zip(buckets, locations, strict=True) if location is None]
     if missing:

@@ -1,7 +1,7 @@
 """Prove the rights of the credentials of buckets, on demand or every week."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from prefect import flow
 from pydantic import BaseModel, ConfigDict, Field
@@ -85,7 +85,9 @@ def find_roles(buckets: Iterable[AuditedBucket]) -> FoundRoles:
 
 @draw_form
 @flow(name="audit-access", flow_run_name=make_name("audit", "buckets"))
-def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
+def audit_access(
+    buckets: Annotated[list[AuditedBucket], Field(min_length=1)],
+) -> AuditReport | None:
     """Prove that each credential has the rights that its role needs, and no other rights.
 
     Each operation (list, read, write, overwrite, delete) is tried once, on objects that the audit
@@ -100,9 +102,10 @@ def audit_access(buckets: list[AuditedBucket]) -> AuditReport | None:
     if notes and not roles:
         raise ConfigurationError(f"{' '.join(notes)} Name a Millrace Bucket block with a key pair.")
     if missing:
-        skipped_state = skip_run(missing, "no credentials were tried")
+        skipped_state = skip_run(missing, "no credentials were tried there")
         if not roles:
             return skipped_state  # pyright: ignore[reportReturnType] - Prefect's way
+        notes.append(skipped_state.message or "")
     found = audit_buckets(AuditSettings(roles=roles))
     found = found.model_copy(update={"notes": (*found.notes, *notes)})
     report_audit(found)

@@ -13,6 +13,7 @@ from tasks.cleaning import clean_with_rules
 from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.run_names import make_name
+from tasks.schedules import check_schedule
 
 
 def _check_rules(given: Any) -> Any:
@@ -61,6 +62,7 @@ def clean_bucket(
         verify_depth: Check of the newest checkpoint. If it fails, no older checkpoint is deleted.
             `digests` reads all of its bytes, `sizes` takes one request per file.
     """
+    check_schedule()
     if isinstance(rules, CleaningRules):
         rules, pins = rules.rules, [*rules.pins, *pins]
     return clean_with_rules(

@@ -9,6 +9,7 @@ from tasks.forms import draw_form
 from tasks.locations import BucketLocation
 from tasks.renting import find_ledger, report_rentals, run_reaper
 from tasks.run_names import make_name
+from tasks.schedules import check_schedule
 
 
 @draw_form
@@ -30,6 +31,7 @@ def reap_machines(
         vast: The Vast.ai Credentials block that pays, or its name.
         dry_run: Only show the machines that would be released.
     """
+    check_schedule()
     ledger = find_ledger(bucket, vast)
     if isinstance(ledger, State):
         return ledger  # pyright: ignore[reportReturnType] - Prefect's way

@@ -30,7 +30,7 @@ from millrace.cleanup.wiping import delete_plan
 from millrace.errors import ConfigurationError, MillraceError, format_error
 from millrace.storage import ObjectFailure, Right, StoreSpec, VersionCount, open_store
 from tasks.formatting import format_count, format_duration, format_size, make_artifact_key
-from tasks.locations import find_location, is_scheduled, make_store_spec, skip_run
+from tasks.locations import find_location, make_store_spec, skip_run
 from tasks.progress import CleaningProgress
 from tasks.reports import (
     SHOWN_ROWS,
@@ -69,20 +69,22 @@ def clean_with_rules(
         verify_depth: Depth of the verification of a checkpoint.
 
     Returns:
-        The plan of a dry run, otherwise the result; None if a block does not exist yet.
+        The plan of a dry run, otherwise the result; None if the bucket has no block yet.
 
     Raises:
-        ConfigurationError: A block does not exist, and the run may not skip its work (`skip_run`).
+        ConfigurationError: A related bucket has no block, or the bucket has none and the run may
+            not skip its work (`skip_run`).
         MillraceError: Some objects could not be deleted. The report names the objects.
     """
     names = (bucket, *related_buckets)
     locations = [find_location(name) for name in names]
     missing = [name for name, location in zip(names, locations, strict=True) if location is None]
-    if missing and locations[0] is not None and not is_scheduled():
+    if missing and locations[0] is not None:
         raise ConfigurationError(
             f"There is no Millrace Bucket block {missing[0]} (`related_buckets`), whose leases "
-            "protect objects here. Make the block with `millrace setup`, correct the name, or set "
-            "`related_buckets: []` if no other bucket belongs to these runs."
+            "protect objects here, so nothing was deleted. Make the block with `millrace setup`, "
+            "correct the name, or set `related_buckets: []` if no other bucket belongs to these "
+            "runs."
         )
     if missing:
         return skip_run(  # pyright: ignore[reportReturnType] - Prefect's way

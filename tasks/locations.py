@@ -202,13 +202,6 @@ def skip_run(
     return Completed(message=message)
 
 
-def is_scheduled() -> bool:
-    """Decide whether a schedule has started the current flow run."""
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    return run is not None and run.auto_scheduled
-
-
 def may_skip(name: object) -> bool:
     """Decide whether the current flow run may do nothing because a block does not exist yet.
 
@@ -218,10 +211,10 @@ def may_skip(name: object) -> bool:
     Args:
         name: Name of the block.
     """
-    if is_scheduled():
-        return True
     context = FlowRunContext.get()
     run = context.flow_run if context else None
+    if run is not None and run.auto_scheduled:
+        return True
     if run is None or run.deployment_id is None:
         return False
     with get_client(sync_client=True) as client:

@@ -122,9 +122,7 @@ def test_a_bucket_without_a_block_is_left_alone_and_that_is_said(
     wait_until(lambda: said in prefect_api.read_logs(done.run) or None, "that there is no block")
 
 
-def test_a_missing_related_bucket_fails_a_run_that_a_person_has_started(
-    prefect_api: PrefectServer, tmp_path: Path
-) -> None:
+def test_a_missing_related_bucket_fails_the_run(prefect_api: PrefectServer, tmp_path: Path) -> None:
     """The deployment names one by default, whatever bucket is cleaned."""
     none = f"none-{uuid4().hex[:8]}"
     done = prefect_api.call(clean_bucket, bucket=str(tmp_path), related_buckets=[none])

@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 import yaml
 from prefect import Flow, State
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
@@ -18,12 +19,17 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
+from prefect_aws import AwsCredentials
+from pydantic import SecretStr
 
 from blocks import Bucket, BucketRole
+from flows import audit_access as audit_flow
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
+from millrace.audit import AuditReport
 from millrace.errors import ConfigurationError
 from millrace.testing.process import REPOSITORY
 from tests.prefect_server import PrefectServer, wait_until
@@ -144,6 +150,77 @@ def test_a_name_that_a_person_has_mistyped_fails_the_run(
     assert f"There is no Millrace Bucket block '{typed}'. There" in done.output
     with pytest.raises(ConfigurationError, match=f"no Millrace Bucket block '{typed}'"):
         import_flow(name)(**renamed(TYPED[name], {"dataset": typed}))
+
+
+def test_a_scheduled_cleaning_fails_without_a_related_bucket(
+    deployed: PrefectServer, prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    """The bucket has a block. Otherwise it would never be cleaned, and every night be green."""
+    given = {"bucket": "aggregator", "related_buckets": ["gradients"], "dry_run": False}
+    none = f"none-{uuid4().hex[:8]}"
+    others = {**given, "bucket": tmp_path.as_uri(), "related_buckets": [none]}
+    state = run_scheduled(deployed, "clean-bucket", given, others)
+    assert state.is_failed(), state.message
+    assert f"There is no Millrace Bucket block {none} (`related_buckets`)" in (state.message or "")
+    assert "set `related_buckets: []` if no other" in (state.message or "")
+
+
+@pytest.mark.parametrize("name", ["abort-uploads", "audit-access"])
+def test_a_list_without_buckets_is_refused(
+    deployed: PrefectServer, prefect_api: PrefectServer, name: str
+) -> None:
+    """By the form, by the command line and by a call. Such a run would be green for ever."""
+    with deployed.make_client() as client:
+        deployment = client.read_deployment_by_name(f"{name}/{name}")
+        with pytest.raises(PrefectHTTPStatusError, match="buckets"):
+            client.create_flow_run_from_deployment(deployment.id, parameters={"buckets": []})
+        with pytest.raises(PrefectHTTPStatusError, match="buckets"):
+            client.update_deployment(deployment.id, DeploymentUpdate(parameters={"buckets": []}))
+    with pytest.raises(ParameterTypeError, match="buckets: List should have at least 1 item"):
+        import_flow(name)(buckets=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "slug", "location"),
+    [
+        ("abort-uploads", "daily", "buckets"),
+        ("clean-bucket", "dataset-nightly", "bucket"),
+        ("reap-machines", "every-15-minutes", "bucket"),
+    ],
+)
+def test_a_schedule_that_has_lost_its_parameters_fails(
+    deployed: PrefectServer, prefect_api: PrefectServer, tmp_path: Path,
+    name: str, slug: str, location: str,
+) -> None:  # fmt: skip
+    """Prefect removes them when it is switched off or on. Each run would be a dry run for ever."""
+    found = next((one, schedule) for each, one, schedule in schedules() if each == f"{name}/{slug}")
+    parameters = {**found[0].get("parameters", {}), **found[1].get("parameters", {})}
+    folder = tmp_path.as_uri()
+    others = {location: [folder] if location == "buckets" else folder}
+    state = run_scheduled(deployed, name, parameters, others)
+    assert state.is_failed()
+    assert "The schedule of this run does not set `dry_run`." in (state.message or "")
+
+
+def test_a_scheduled_audit_names_the_blocks_that_are_missing(
+    deployed: PrefectServer, prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_flow, "audit_buckets", lambda _: AuditReport(findings=(), notes=()))
+    made, none = (f"{name}-{uuid4().hex[:8]}" for name in ("gradients", "none"))
+    keys = AwsCredentials(aws_access_key_id="id", aws_secret_access_key=SecretStr("secret"))
+    keys.save(made)
+    Bucket(role=BucketRole.GRADIENTS, url="s3://gradients", read_credentials=keys).save(made)
+    given = {"buckets": [{"bucket": name} for name in ("gradients", "dataset", "aggregator")]}
+    others = {"buckets": [{"bucket": made}, {"bucket": none}]}
+    state = run_scheduled(deployed, "audit-access", given, others)
+    assert state.is_completed(), state.message
+    run = state.state_details.flow_run_id
+    assert run is not None
+    assert (
+        f"There is no Millrace Bucket block {none}"
+        in prefect_api.read_artifacts(run)["audited-access"]
+    )
+    Bucket.delete(made)
 
 
 def test_the_reaper_is_quiet_where_there_is_no_account(
