@@ -156,7 +156,10 @@ def _open_file(
         tail = reader.fetch([(start, file.size)])
         reader.hold(tail)
         parquet = pq.ParquetFile(
-            cast("Any", reader), buffer_size=buffer_size, page_checksum_verification=True
+            cast("Any", reader),
+            buffer_size=buffer_size,
+            pre_buffer=False,  # which would read a whole row group at once
+            page_checksum_verification=True,
         )
         _ = parquet.schema_arrow.names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -289,6 +292,7 @@ class ParquetSource:
                 cast("Any", reader),
                 metadata=parquet.metadata,
                 buffer_size=_BUFFER_SIZE,
+                pre_buffer=False,
                 page_checksum_verification=True,
                 coerce_int96_timestamp_unit="ms",
             )

@@ -319,10 +319,21 @@ def test_rows_of_a_large_row_group_are_read_in_parts(store, monkeypatch):
     from millrace.datasets.sources import parquet as module
 
     monkeypatch.setattr(module, "_MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(module, "_BUFFER_SIZE", 16 << 10)
     table = pa.table({"t": [f"{n} " + "x" * 500 for n in range(300)]})
-    put(store, "a.parquet", make_body(table, compression="none", use_dictionary=False))
+    pages = {"data_page_size": 8 << 10, "write_batch_size": 8}
+    body = make_body(table, compression="none", use_dictionary=False, **pages)
+    put(store, "a.parquet", body)
+    read_range, sizes = SourceFileReader._read_range, []
+
+    def note_size(self, start, end):
+        sizes.append(end - start)
+        return read_range(self, start, end)
+
+    monkeypatch.setattr(SourceFileReader, "_read_range", note_size)
     rows = read_all(store, {"txt": "t"})
     assert [row.fields["txt"].decode() for row in rows] == table["t"].to_pylist()
+    assert max(sizes) == module._FOOTER_BYTES < 300 * 500 / 2
 
 
 class PlainKms(encryption.KmsClient):
