@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from millrace.datasets import DatasetStatus, PipelineSettings, Preflight, ShardReport
+    from millrace.datasets import (
+        DatasetStatus,
+        PipelineSettings,
+        Preflight,
+        PreviewedRow,
+        SamplePreview,
+        ShardReport,
+    )
     from millrace.progress import Event
     from millrace.rented_sharding import VastSettings
     from millrace.schemas.dataset import DatasetPlan
@@ -76,6 +83,8 @@ execution:                      # never changes the shards
 # card: {license: cc-by-4.0}    # writes README.md, by which datasets.load_dataset opens the shards
 """
 
+_SAMPLES = 3  # shown by default
+_MAX_SAMPLES = 20
 _SHOWN_FILES = 20  # of each state of an index
 _INDEX_STATES = {
     "stale": "was written after it was indexed",
@@ -146,11 +155,24 @@ def init(path: Path) -> CommandResult:
 @take_settings_file(_FILE)
 @_prefix
 @_take_machine_options
+@click.option(
+    "--samples",
+    type=click.IntRange(0, _MAX_SAMPLES),
+    help="Number of samples to show; 0 reads no row.  [default: 3; 0 for a list of URLs]",
+)
 @print_result
 def plan(
-    settings: Path, prefix: str | None, *, use_vast: bool, **machine_options: "Any"
+    settings: Path,
+    prefix: str | None,
+    *,
+    samples: int | None,
+    use_vast: bool,
+    **machine_options: "Any",
 ) -> CommandResult:
-    r"""Show the partitions and the destination of a dataset. Writes nothing.
+    r"""Show the partitions, the destination and the first samples of a dataset. Writes nothing.
+
+    The samples are those of the first rows of the first partition, through the transforms. At most
+    100 rows are looked at, and 64 MiB of files are read. Functions of the transforms are called.
 
     If the file has a section `vast`, the command also shows the offers that `run --use-vast` would
     take. Exit code 1 if `run` would refuse the settings.
@@ -159,13 +181,19 @@ def plan(
     Example: millrace plan job.yaml
     """
     from millrace.datasets import preflight_dataset
+    from millrace.datasets.sources import SourceKind
 
     config = _read_settings(settings, prefix)
-    plan, found = preflight_dataset(config)
+    is_url_list = samples is None and config.source.kind is SourceKind.URLS
+    count = 0 if is_url_list else _SAMPLES if samples is None else samples
+    plan, found = preflight_dataset(config, samples=count)
     _show_plan(plan, config, found.largest_sample)
     echo(f"Goes to {found.url}{found.state and f' ({found.state})'}.")
     for sentence in (*found.notes, *found.unchecked):
         echo(sentence)
+    if is_url_list:
+        echo("The first samples are shown with --samples, which requests that many URLs.")
+    _show_samples(found.preview)
     refusals = list(found.refusals)
     if use_vast or config.vast is not None:
         vast = _read_machines(settings, config, machine_options)
@@ -193,6 +221,7 @@ def plan(
             {"name": one.name, "split": one.split, "bytes": one.source_range.size}
             for one in plan.partitions
         ],
+        "samples": list(map(_describe_row, found.preview.rows)),
         "refusals": refusals,
     }
     return CommandResult(data, 1 if refusals else 0)
@@ -605,6 +634,33 @@ def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | N
             "such sample in each worker it is at most "
             f"{format_size(memory + workers * len(plan.layout.formats) * largest)}."
         )
+
+
+def _show_samples(preview: "SamplePreview") -> None:
+    """Show the first rows of a dataset."""
+    if preview.rows:
+        echo(f"First rows of {preview.partition}:")
+    for row in preview.rows:
+        if row.reason:
+            echo(f"  {row.name} makes no sample: {row.reason}")
+            continue
+        echo(f"  {row.name}")
+        for name, field in row.fields.items():
+            beginning = "bytes" if field.beginning is None else field.beginning
+            echo(f"    {name} ({format_size(field.size)}): {beginning}")
+    for sentence in preview.notes:
+        echo(sentence)
+
+
+def _describe_row(row: "PreviewedRow") -> "dict[str, object]":
+    """Return a sample, or a row that makes none, as plain values."""
+    if row.reason:
+        return {"where": row.name, "reason": row.reason}
+    fields = {
+        name: {"bytes": field.size, "beginning": field.beginning}
+        for name, field in row.fields.items()
+    }
+    return {"key": row.name, "fields": fields}
 
 
 def _show_offers(config: "PipelineSettings", vast: "VastSettings", found: "Preflight") -> None:

@@ -7,9 +7,11 @@ from millrace.datasets.pipeline import (
     ShardReport,
     plan_dataset,
     preflight_dataset,
+    preview_samples,
     run_from_file,
     shard_dataset,
 )
+from millrace.datasets.preview import PreviewedField, PreviewedRow, SamplePreview
 from millrace.datasets.repair import Repair, repair_dataset
 from millrace.datasets.settings import (
     CardSettings,
@@ -37,7 +39,10 @@ __all__ = [
     "PartitionStatus",
     "PipelineSettings",
     "Preflight",
+    "PreviewedField",
+    "PreviewedRow",
     "Repair",
+    "SamplePreview",
     "ShardFault",
     "ShardReport",
     "ShardingSettings",
@@ -48,6 +53,7 @@ __all__ = [
     "plan_dataset",
     "plan_garbage",
     "preflight_dataset",
+    "preview_samples",
     "read_manifest",
     "read_status",
     "repair_dataset",

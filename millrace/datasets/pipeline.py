@@ -25,6 +25,7 @@ from millrace.datasets.plan import (
     make_plan,
 )
 from millrace.datasets.plan_digest import compute_plan_digest
+from millrace.datasets.preview import SamplePreview, preview_partition
 from millrace.datasets.progress_events import (
     LocationFailed,
     PartitionStalled,
@@ -182,6 +183,7 @@ class Preflight:
         refusals: A sentence for each reason why `shard_dataset` will refuse the settings.
         largest_sample: Bytes of the largest sample; None if only a read of the source would show
             the size.
+        preview: First rows of the dataset; empty if none were asked for.
     """
 
     url: str
@@ -191,13 +193,20 @@ class Preflight:
     largest_sample: int | None = None
     open_partitions: int = 0
     notes: tuple[str, ...] = ()
+    preview: SamplePreview = field(default_factory=SamplePreview)
 
 
 _PREFLIGHT_TIMEOUT = timedelta(seconds=10)  # longest wait for an answer of the destination
 
 
-def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Preflight]:
+def preflight_dataset(
+    settings: PipelineSettings, *, samples: int = 0
+) -> tuple[DatasetPlan, Preflight]:
     """Plan a dataset, and check whether `shard_dataset` can make the shards. Writes nothing.
+
+    Args:
+        settings: Settings of the dataset.
+        samples: Number of the first samples to read, with the limits of `preview_samples`.
 
     Raises:
         NotFoundError: The source has no files.
@@ -242,6 +251,9 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
             cluster.check_reachable(settings.execution.ray)
         except errors.ConfigurationError as error:
             refusals.append(str(error))
+    preview = preview_partition(settings, plan, partitioned.objects, files, samples)
+    if preview.refusal and preview.partition not in ended:
+        refusals.append(preview.refusal)
     where = f"{url}/{settings.dataset}"
     found = Preflight(
         url=where,
@@ -254,8 +266,26 @@ def preflight_dataset(settings: PipelineSettings) -> tuple[DatasetPlan, Prefligh
             *partitioned.notes,
             *_describe_empty_splits(plan, [one.split for one in plan.partitions]),
         ),
+        preview=preview,
     )
     return plan, found
+
+
+def preview_samples(settings: PipelineSettings, count: int = 3) -> SamplePreview:
+    """Read the first samples of a dataset, as a run would make them. Writes nothing.
+
+    The rows are those of the first partition of the split ``train``. At most 100 rows are looked
+    at, and 64 MiB of files are read. Of a list of URLs, `count` URLs are requested.
+
+    Args:
+        settings: Settings of the dataset.
+        count: Number of samples, and largest number of rows that make none.
+
+    Raises:
+        NotFoundError: The source has no files.
+        MillraceError: The source cannot be divided.
+    """
+    return preflight_dataset(settings, samples=count)[1].preview
 
 
 def _describe_empty_splits(plan: DatasetPlan, splits: Sequence[str]) -> list[str]:

@@ -228,6 +228,12 @@ def open_store(
     return Store(spec, location, raw, retrying, is_foreign=is_foreign)
 
 
+def open_scratch_store() -> Store:
+    """Open an empty store in memory, which no other call opens. It is freed when it is unused."""
+    spec, raw = StoreSpec(url="memory://scratch"), MemoryStore()
+    return Store(spec, Location.parse(spec.url), raw, raw)
+
+
 def open_with_crc(store: Store) -> ObjectStore:
     """Open the store of obstore that retries, and has each body checked against a CRC-64/NVME.
 

@@ -55,6 +55,15 @@ class ShardSet:
         self.size = largest
         return True
 
+    def check(self, sample: Sample) -> None:
+        """Check that each format can hold a sample. Nothing is appended.
+
+        Raises:
+            BadSampleError: A format cannot hold the sample.
+        """
+        for prepare in self._prepare:
+            prepare(sample)
+
     def add_batch(self, batch: RowBatch, limit: int, max_samples: int) -> int:
         """Append the first samples of several, as `add` would, until a shard is full.
 

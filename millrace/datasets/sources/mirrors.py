@@ -229,6 +229,17 @@ class MirroredFiles:
         """Bytes that were read from each location, by its name."""
         return {location.name: location.served for location in self.locations}
 
+    def get_planned_files(self) -> LocatedFiles:
+        """Return the files of the plan's location.
+
+        Raises:
+            UnavailableError: The location was not listed.
+        """
+        for location in self.locations:
+            if self.is_listed and self._is_planned(location):
+                return location.files
+        raise errors.UnavailableError(f"{self.url}, the location of the plan, was not listed.")
+
     def make_url(self, path: str) -> str:
         """Return the URL of a file, for messages."""
         return f"{self.url}/{path}"

@@ -33,6 +33,7 @@ _CONCURRENCY = 16  # concurrent reads of footers
 _BATCH_BYTES = 512 << 10  # of the rows that are decoded at a time, which a processor's cache holds
 _MAX_BATCH_ROWS = 1024
 _MAX_HELD_BYTES = 128 << 20  # of a row group that is read as a whole, while another is decoded
+_MAX_HELD_PART_BYTES = 16 << 20  # of a row group of which few rows are wanted
 _FOOTER_BYTES = 64 << 10  # bytes at the end of a file that are read first
 _SIGNATURE_BYTES = 28  # of a footer that is signed, since columns are encrypted
 _PROBED_ROWS = 16  # rows by which the size of the rows of a group is estimated
@@ -245,19 +246,22 @@ class ParquetSource:
         names = self._select_names(parquet.schema_arrow)
         groups = _select_groups(parquet.metadata, start, end)
 
-        def fetch(group: int) -> list[tuple[int, bytes]]:
-            chunks = _select_chunks(parquet.metadata.row_group(group), names)
+        def fetch(group: int, first: int) -> list[tuple[int, bytes]]:
+            described = parquet.metadata.row_group(group)
+            chunks = _select_chunks(described, names)
             ranges = [(begin, begin + chunk.total_compressed_size) for begin, chunk in chunks]
-            whole = sum(stop - begin for begin, stop in ranges) <= _MAX_HELD_BYTES
+            is_part = 8 * (end - first) < described.num_rows
+            most = _MAX_HELD_PART_BYTES if is_part else _MAX_HELD_BYTES
+            whole = sum(stop - begin for begin, stop in ranges) <= most
             return reader.fetch(ranges) if whole else []
 
         with ThreadPoolExecutor(1, thread_name_prefix="row-groups") as pool:
-            pending = pool.submit(fetch, groups[0][0]) if groups else None
+            pending = pool.submit(fetch, *groups[0]) if groups else None
             for index, (group, first) in enumerate(groups):
                 assert pending is not None
                 reader.hold(pending.result())
-                following = groups[index + 1][0] if index + 1 < len(groups) else None
-                pending = pool.submit(fetch, following) if following is not None else None
+                following = groups[index + 1] if index + 1 < len(groups) else None
+                pending = pool.submit(fetch, *following) if following else None
                 at = first
                 for batch in self._decode_group(reader, parquet, group, names):
                     lower, upper = max(start - at, 0), min(end - at, batch.num_rows)

@@ -6,6 +6,7 @@ the first sample. A run stores the index, so that a run that continues reads no 
 
 import contextlib
 import heapq
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
@@ -75,7 +76,9 @@ class TarSample(NamedTuple):
     size: int
 
 
-def build_index(files: SourceFiles, file: FileRef, read_bytes: Read) -> bytes:
+def build_index(
+    files: SourceFiles, file: FileRef, read_bytes: Read, end: float = math.inf
+) -> bytes:
     """Return the index of a tar file, whose headers are read.
 
     The first line describes the file, and has the digest of the others. Each other line is a
@@ -85,6 +88,8 @@ def build_index(files: SourceFiles, file: FileRef, read_bytes: Read) -> bytes:
         files: Files of the source.
         file: The tar file.
         read_bytes: Function that reads the file.
+        end: Offset from which on the next sample ends the index. By default the index has all
+            samples.
 
     Raises:
         ConfigurationError: The file is no tar file, is damaged or cut short, or has more members
@@ -92,8 +97,12 @@ def build_index(files: SourceFiles, file: FileRef, read_bytes: Read) -> bytes:
     """
     headers = TarHeaders(read_bytes, file.size)
     members = _MemberTable()
+    last: TarMember | None = None
     try:
         for member in headers.iterate_members():
+            if member.header >= end and last and not _have_one_key(last, member):
+                break
+            last = member
             members.add(member)
             if members.memory > _MAX_INDEX_BYTES:
                 raise errors.ConfigurationError(
@@ -113,6 +122,12 @@ def build_index(files: SourceFiles, file: FileRef, read_bytes: Read) -> bytes:
     lines = heapq.merge(members.iterate_samples(), map(_encode_bad_row, bad))
     body = b"\n".join(line for _, line in lines)
     return b"\n".join((_encode_description(file, body), body))
+
+
+def _have_one_key(first: TarMember, second: TarMember) -> bool:
+    """Decide whether two members are of one sample."""
+    keys = [(split_name(member.name) or ("",))[0] for member in (first, second)]
+    return keys[0] == keys[1]
 
 
 class _MemberTable:

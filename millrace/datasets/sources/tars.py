@@ -34,6 +34,7 @@ _BATCH_SAMPLES = 1024
 _WINDOW = 64 << 10  # bytes read at first for headers
 _MAX_WINDOW, _MAX_LOCAL_WINDOW = 8 << 20, 1 << 20  # bytes read at a time for headers
 _GAP, _LOCAL_GAP = 1 << 20, 128 << 10  # bytes between two windows that are read as one
+_FIRST_BYTES = 8 << 20  # bytes in which the first samples of a range begin
 
 
 def divide_tars(files: SourceFiles, table: FileTable, keys: DatasetKeys) -> list[FileRange]:
@@ -72,6 +73,20 @@ def divide_tars(files: SourceFiles, table: FileTable, keys: DatasetKeys) -> list
             MemberRange(file=file, file_index=number, start=0, end=file.size, index=index)
         )
     return ranges
+
+
+def store_first_members(files: SourceFiles, store: Store, source_range: MemberRange) -> None:
+    """Store an index of the samples that begin in the first 8 MiB of a range, and of no others.
+
+    Args:
+        files: Files of the source.
+        store: Store that no run uses, which needs the index of the whole file.
+        source_range: Range of the file.
+    """
+    file = source_range.file
+    end = source_range.start + _FIRST_BYTES
+    index = build_index(files, file, _TarData(files, file).read, end)
+    store_index(store, source_range, index)
 
 
 class TarSource:

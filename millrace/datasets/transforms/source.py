@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +72,10 @@ class TransformedSource:
         self._read: deque[_ReadRows] = deque()
         self.has_transforms = bool(chain.transforms)
         self.calls_functions = any(isinstance(one, FunctionTransform) for one in chain.transforms)
+
+    def wrap_source(self, wrap: Callable[[Source], Source]) -> "TransformedSource":
+        """Return the same transforms of what a function makes of the source."""
+        return TransformedSource(wrap(self._source), self._chain, self._json_check)
 
     def iterate_rows(self, source_range: SourceRange, cursor: int, skip: int = 0) -> Iterator[Row]:
         """Yield the rows of a source range from a position on.

@@ -73,6 +73,9 @@ def test_every_block_of_the_guide_to_datasets(
         monkeypatch.chdir(folder)
         guide.execute({})
         assert capsys.readouterr().out.splitlines()[-1] == "{'train': 4000}"
+        assert "First rows of train-00000:" in guide.run()
+        guide.execute({})
+        assert len(re.findall("PreviewedField", capsys.readouterr().out)) == 5
 
         run = "millrace run job.yaml"
         original = (folder / "job.yaml").read_text()

@@ -76,8 +76,11 @@ def test_every_row_of_named_files_becomes_a_sample(site, tmp_path, has_ranges):
         "/data/a.jsonl": make_jsonl(texts[:3000]), "/data/b%20c.jsonl": make_jsonl(texts[3000:])
     }  # fmt: skip
     settings = make_settings(site, tmp_path)
-    plan, found = preflight_dataset(settings)
+    plan, found = preflight_dataset(settings, samples=2)
     assert found.refusals == ()
+    shown = {row.fields["txt"].beginning[:9] for row in found.preview.rows}
+    assert shown <= {text[:9] for text in texts}
+    assert len(shown) == 2
     if has_ranges:
         assert (len(plan.partitions) > 4, found.notes) == (True, ())
     else:

@@ -79,8 +79,11 @@ def test_every_row_of_a_dataset_becomes_a_sample(hub, tmp_path, url):
         data__b_parquet=make_parquet(texts[1200:]), README_md=b"# Words",
     )  # fmt: skip
     settings = make_settings(hub, url.format(repo), tmp_path)
-    plan, found = preflight_dataset(settings)
+    plan, found = preflight_dataset(settings, samples=2)
     assert found.refusals == ()
+    shown = {row.fields["txt"].beginning[:9] for row in found.preview.rows}
+    assert shown <= {text[:9] for text in texts}
+    assert len(shown) == 2
     assert len(plan.partitions) > 2
     report = shard_dataset(settings)
     assert report.samples == 2000

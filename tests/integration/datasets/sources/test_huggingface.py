@@ -127,8 +127,10 @@ def test_every_row_of_other_files_is_read_by_the_library(hub, repo, tmp_path):
                     "data/test.jsonl": make_jsonl(["other"])},
     )  # fmt: skip
     settings = make_settings(hub, repo, tmp_path)
-    plan, found = preflight_dataset(settings)
+    plan, found = preflight_dataset(settings, samples=2)
     assert found.refusals == ()
+    shown = [row.fields["txt"].beginning[:9] for row in found.preview.rows]
+    assert shown in ([text[:9] for text in texts[n : n + 2]] for n in (0, 400))
     assert [(one.source_range.start, one.source_range.end) for one in plan.partitions] in (
         [(0, 1), (1, 2)],
         [(1, 2), (0, 1)],

@@ -244,8 +244,10 @@ def test_a_run_continues_when_the_location_of_its_plan_is_gone(
     first.remove()
     locations = [dead, mirror, first] if is_listed else [mirror, dead]
     settings = make_settings(tmp_path / "out", *locations)
-    found = preflight_dataset(settings)[1]
+    found = preflight_dataset(settings, samples=2)[1]
     assert (found.state, found.refusals) == ("begun; the run continues it", ())
+    (note,) = found.preview.notes
+    assert note.endswith("the location of the plan, was not listed.")
     report = shard_dataset(settings)
     assert read_shards(tmp_path / "out") == expected
     assert read_plan(tmp_path / "out") == plan
