@@ -16,11 +16,12 @@ from millrace.campaigns.worker.shards import fetch_shard
 from millrace.campaigns.worker.window_batches import WindowBatches, WindowLoader
 from millrace.checkpoints.cooldown.epochs import EpochSaver
 from millrace.checkpoints.cooldown.membership import Membership
+from millrace.dataset_ledger import read_manifest
 from millrace.gradients.sync.participant import Participant, TrainingWindow
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch
+from millrace.records import commit_once
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.schemas.gradient import StartWindow
 from millrace.settings import load_settings
@@ -114,13 +115,7 @@ class Worker:
         """
         if self.settings.dataset is None:
             raise errors.ConfigurationError("The campaign names no dataset: give it one.")
-        keys = DatasetKeys(self.settings.dataset)
-        manifest = fetch(self._read_store, keys.manifest, Manifest)
-        if manifest.dataset != keys.dataset:
-            raise errors.CorruptError(
-                f"{self._read_store.make_url(keys.manifest)} is the manifest of "
-                f"{manifest.dataset}: a dataset is read under the name that it was made under."
-            )
+        manifest = read_manifest(self._read_store, DatasetKeys(self.settings.dataset))
         readable = [one for one in manifest.shards if one.format == "webdataset"]
         if not readable:
             raise errors.ConfigurationError(

@@ -228,5 +228,5 @@ def test_a_manifest_whose_keys_lead_out_of_the_root_is_refused(
 def test_a_manifest_of_another_dataset_is_refused(store: Store, make: Make) -> None:
     finalize_dataset(store, 1)
     put(store, "words/manifest.json", read(store, "text/manifest.json"))
-    with pytest.raises(errors.CorruptError, match="is the manifest of text"):
+    with pytest.raises(errors.ConfigurationError, match="is a copy of the dataset 'text'"):
         Worker(make(dataset="words")).fetch_shards()
