@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -72,6 +73,15 @@ class Content:
         """Return the metadata that commits this content as another job's checkpoint."""
         there = {"job": job, "parts": self.parts, "root": self.root}
         return add_digest(checkpoint.model_copy(update=there))
+
+    def open_part(self, part: Part) -> AbstractContextManager[PartContent]:
+        """Return a context with the content of a file, found by its digest.
+
+        Raises:
+            CorruptError: The content has other bytes than were saved.
+        """
+        digests = [own.digest for own in self.parts]
+        return nullcontext(self.read(digests.index(part.digest)))
 
     @property
     def size(self) -> int:

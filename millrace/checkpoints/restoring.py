@@ -1,10 +1,11 @@
 """Restoring of files that a checkpoint has lost around its commit."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 from millrace.checkpoints.block_digests import put_block_list
-from millrace.checkpoints.contents import Content
+from millrace.checkpoints.contents import PartContent
 from millrace.checkpoints.find import VerifyDepth, find_bad_parts
 from millrace.checkpoints.progress_events import PartStored
 from millrace.keys.checkpoints import CheckpointKeys
@@ -12,12 +13,16 @@ from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Part
 from millrace.storage import Store, put
 
+OpenPart = Callable[[Part], AbstractContextManager[PartContent]]
+"""Function that returns a context with the content of a file, whose bytes match its digest."""
+
 
 def restore_parts(
     store: Store,
     job: str,
     parts: Collection[Part],
-    content: Content,
+    verified: Set[Part],
+    open_part: OpenPart,
     *,
     uploads: int = 4,
     check: VerifyDepth = VerifyDepth.DIGESTS,
@@ -26,30 +31,28 @@ def restore_parts(
     """Upload those files of a checkpoint again that are missing or damaged.
 
     Call this function before and after the commit of the metadata. Until then no checkpoint names
-    the files, so retention may delete them. Metadata that an earlier save has committed may refer
-    to files of other steps. These are verified, since the upload has verified only its own.
+    the files, so retention may delete them, and readers move damaged files of other steps away.
+    Metadata that an earlier save has committed may refer to files of other steps. These are
+    verified, since the upload has verified only its own. One listing per step, if nothing is bad.
 
     Args:
         store: Store of the checkpoint.
         job: Name of the job.
         parts: Files of the checkpoint.
-        content: Content of the checkpoint, whose own files are uploaded and verified.
+        verified: Files that the caller has uploaded or verified. Only their sizes are compared.
+        open_part: Function that opens a file to upload it again.
         uploads: Number of files that are uploaded at once.
-        check: Depth of the verification of files of other steps.
+        check: Depth of the verification of the other files.
         progress: Receives `PartStored` for each file that is uploaded again.
-
-    Raises:
-        CorruptError: The content has other bytes than were saved.
     """
     keys = CheckpointKeys(job)
-    numbers = {part.digest: number for number, part in enumerate(content.parts)}
 
     def restore(part: Part) -> None:
-        found = content.read(numbers[part.digest])
-        put_block_list(store, keys, part, found.blocks)
-        put(store, keys.make_part_key(part.step, part.digest), found.body)
+        with open_part(part) as found:
+            put_block_list(store, keys, part, found.blocks)
+            put(store, keys.make_part_key(part.step, part.digest), found.body)
 
-    bad = find_bad_parts(store, job, parts, frozenset(content.parts), check=check)
+    bad = find_bad_parts(store, job, parts, verified, check=check)
     with ThreadPoolExecutor(uploads, thread_name_prefix="restore") as pool:
         for part, _ in zip(bad, pool.map(restore, bad), strict=True):
             progress(PartStored(digest=part.digest, size=part.size, sent=part.size))

@@ -11,9 +11,9 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,16 +22,16 @@ from typing import Any, Self
 
 from millrace import errors
 from millrace.checkpoints.block_digests import put_block_list
-from millrace.checkpoints.contents import normalise_json
+from millrace.checkpoints.contents import PartContent, normalise_json
 from millrace.checkpoints.find import (
     check_content,
     check_description,
     commit_checkpoint,
-    find_bad_parts,
     find_newest,
 )
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
+from millrace.checkpoints.restoring import restore_parts
 from millrace.checkpoints.settings import SaveSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
@@ -286,7 +286,15 @@ class Saver:
         parts = uploads.wait()
         files = uploads.map_files()
         self._proved = set(parts)
-        self._restore_parts(step, parts, files)
+        restore = partial(
+            restore_parts,
+            self._store,
+            self._keys.job,
+            verified=self._proved,
+            open_part=partial(self._open_part, step, files),
+            uploads=self._settings.uploads,
+        )
+        restore(parts)
         share = RankShare(
             job=self._keys.job,
             step=step,
@@ -301,8 +309,7 @@ class Saver:
         checkpoint = self._commit(share, number)
         # A retention that had planned before the commit may have deleted files since. Metadata of
         # an earlier save may refer to other files than this save has uploaded.
-        mine = [part for part in checkpoint.parts if part.digest in files]
-        self._restore_parts(step, mine, files)
+        restore([part for part in checkpoint.parts if part.digest in files])
         if self._settings.refer:
             self._known = {part.digest: part for part in checkpoint.parts}
         self._progress(
@@ -393,39 +400,29 @@ class Saver:
         put(self._store, key, body)  # the key is a digest, so the other bytes are damaged
         return len(body)
 
-    def _restore_parts(
-        self, step: int, parts: Collection[Part], files: Mapping[str, OpenFile]
-    ) -> None:
-        """Upload those files again that are no longer stored. One listing, if nothing is missing.
-
-        Files that this save has neither uploaded nor verified are read.
-
-        Until the metadata is committed, no checkpoint names the files, so retention may delete
-        them. Readers move damaged files away to which this save refers.
+    @contextmanager
+    def _open_part(
+        self, step: int, files: Mapping[str, OpenFile], part: Part
+    ) -> Generator[PartContent]:
+        """Open a file of a save to upload it again.
 
         Args:
             step: Step of the save.
-            parts: Files to look for. Of the steps that they refer to, each takes another listing.
-            files: Functions that open these files, by their digests.
+            files: Functions that open the files of the save, by their digests.
+            part: File to open.
 
         Raises:
-            ChangedError: A file is bad, and the state of a save in place has changed.
+            ChangedError: The state of a save in place has changed since the upload.
         """
-
-        def restore(part: Part) -> None:
-            key = self._keys.make_part_key(part.step, part.digest)
-            with files[part.digest]() as body:
-                blocks = hash_blocks(body)
-                if combine_blocks(blocks) != part.digest:
-                    raise errors.ChangedError(
-                        f"{self._store.make_url(key)} is missing or damaged after step {step} was "
-                        "saved, and the state has changed since. Save the step again."
-                    )
-                put_block_list(self._store, self._keys, part, blocks)
-                put(self._store, key, body)
-
-        bad = find_bad_parts(self._store, self._keys.job, parts, self._proved)
-        list(self._pool.map(restore, bad))
+        with files[part.digest]() as body:
+            blocks = hash_blocks(body)
+            if combine_blocks(blocks) != part.digest:
+                url = self._store.make_url(self._keys.make_part_key(part.step, part.digest))
+                raise errors.ChangedError(
+                    f"{url} is missing or damaged after step {step} was saved, and the state has "
+                    "changed since. Save the step again."
+                )
+            yield PartContent(body, blocks)
 
     def _is_intact(self, part: Part, body: memoryview) -> bool:
         """Decide whether the store has a file with its bytes. Each saver verifies a file once.

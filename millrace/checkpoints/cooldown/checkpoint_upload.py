@@ -61,7 +61,8 @@ class CheckpointUpload:
             restore_parts,
             membership.store,
             membership.job,
-            content=content,
+            verified=frozenset(content.parts),
+            open_part=content.open_part,
             uploads=settings.save.uploads,
             check=settings.check,
         )

@@ -134,7 +134,13 @@ class StoreDestination:
             raise upload.error
         key = keys.make_metadata_key(checkpoint.step)
         restore = partial(
-            restore_parts, store, job, content=content, uploads=uploads, progress=progress
+            restore_parts,
+            store,
+            job,
+            verified=frozenset(content.parts),
+            open_part=content.open_part,
+            uploads=uploads,
+            progress=progress,
         )
         restore(content.parts)
         there = find.commit_checkpoint(store, content.make_metadata(checkpoint, job)).record
