@@ -5,9 +5,11 @@ and those that an epoch or a pin names. Files that a kept checkpoint refers to a
 checkpoint is verified, or if metadata or the end of an epoch cannot be read, none is removed.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -18,12 +20,14 @@ from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.checkpoints.find import VerifyDepth, read_checkpoint, survey, verify
 from millrace.checkpoints.settings import RetentionSettings
 from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, delete_planned
+from millrace.formatting import format_count, format_size
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
 from millrace.records import commit_once, iterate_records, list_numbers
 from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import Stat, Store, delete, list_objects
 
+_log = logging.getLogger(__name__)
 _CONCURRENCY = 32  # records
 
 
@@ -50,6 +54,7 @@ class RetentionPlan:
         kept: Reason for each kept step.
         removed: Removed steps.
         removals: Objects to remove, in the order of removal.
+        blocked: Reason for which none is removed, whatever the rules are; empty if there is none.
     """
 
     job: str
@@ -57,6 +62,7 @@ class RetentionPlan:
     kept: dict[int, str]
     removed: tuple[int, ...]
     removals: tuple[Removal, ...]
+    blocked: str = ""
 
     @property
     def size(self) -> int:
@@ -119,7 +125,8 @@ def plan_retention(
             "checkpoint of that epoch, and delete its record"
         )
     if reason:
-        return RetentionPlan(job, rules, kept | dict.fromkeys(removed, reason), (), ())
+        every = kept | dict.fromkeys(removed, reason)
+        return RetentionPlan(job, rules, every, (), (), blocked=reason)
     named = set[str]().union(*files.values())
     needed = set[str]().union(*(files[step] for step in kept))
     unneeded = named - needed
@@ -167,6 +174,86 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     skipped = Counter(done.skipped)
     skipped.update(_NEEDED for removal in plan.removals if removal.key not in deletable)
     return replace(done, skipped=dict(skipped))
+
+
+class BackgroundRetention:
+    """Retention of a job's checkpoints in another thread, after each save.
+
+    Failures are logged, and the next retention tries again. Until a retention ends, no save may
+    commit, since it may find a checkpoint of its step that is about to be removed.
+
+    Args:
+        store: Store of the job.
+        job: Name of the job.
+        rules: Rules of the retention.
+    """
+
+    def __init__(self, store: Store, job: str, rules: RetentionSettings) -> None:
+        self._store, self._job, self._rules = store, job, rules
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._last: Future[None] | None = None
+
+    def start(self, step: int) -> None:
+        """Begin to remove the checkpoints that no rule keeps.
+
+        Args:
+            step: Step that was just saved. It stays, even if later steps are there already.
+        """
+        with suppress(RuntimeError):  # the interpreter ends: the next process removes them
+            self._last = self._pool.submit(self._retain, step)
+
+    def wait(self) -> None:
+        """Wait until the last retention has ended."""
+        if self._last is not None:
+            wait([self._last])
+
+    def close(self) -> None:
+        """Wait until the last retention has ended, and end the thread."""
+        self._pool.shutdown()
+
+    # -- in the other thread
+
+    def _retain(self, step: int) -> None:
+        try:
+            self._remove(step)
+        except Exception as error:  # noqa: BLE001 - a retention fails no save
+            _log.warning(
+                "Old checkpoints of %s could not be removed: %s The next save tries again.",
+                self._store.make_url(self._job),
+                errors.format_error(error),
+            )
+
+    def _remove(self, step: int) -> None:
+        url = self._store.make_url(self._job)
+        # The saver has verified the files of its own checkpoint, which stays: sizes are enough.
+        plan = plan_retention(
+            self._store,
+            self._job,
+            self._rules,
+            check=VerifyDepth.SIZES,
+            also={step: "it was just saved"},
+        )
+        if plan.blocked:
+            _log.warning("No old checkpoint of %s was removed: %s.", url, plan.blocked)
+        if not plan.removals:
+            return
+        done = apply_retention(self._store, plan)
+        if done.failures:
+            _log.warning(
+                "%s of old checkpoints of %s could not be deleted, such as %s: %s. The next save "
+                "tries again.",
+                format_count(len(done.failures), "object"),
+                url,
+                done.failures[0].key,
+                done.failures[0].reason,
+            )
+        _log.info(
+            "Removed old checkpoints of %s, steps %s: %s, %s.",
+            url,
+            ", ".join(map(str, plan.removed)) or "none",
+            format_count(done.deleted_objects, "object"),
+            format_size(done.deleted_bytes),
+        )
 
 
 class _NewCheckpointCheck:

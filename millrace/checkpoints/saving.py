@@ -32,7 +32,8 @@ from millrace.checkpoints.find import (
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.checkpoints.ranks import Ranks, commit_together, has_share, merge_shares
 from millrace.checkpoints.restoring import restore_parts
-from millrace.checkpoints.settings import SaveSettings
+from millrace.checkpoints.retention import BackgroundRetention
+from millrace.checkpoints.settings import RetentionSettings, SaveSettings
 from millrace.checkpoints.snapshot import SnapshotBuffers, StateLayout, StateShards
 from millrace.digest import combine_blocks, hash_blocks
 from millrace.keys.checkpoints import CheckpointKeys, check_step
@@ -130,6 +131,9 @@ class Saver:
         job: Name of the job.
         settings: Settings of the files and their upload.
         ranks: Rank of this process, if several ranks save each checkpoint together.
+        retention: Rules by which other threads remove the job's old checkpoints after each save, as
+            `apply_retention` does. Of several ranks, the first does. Failures are logged, and fail
+            no save. By default, nothing is removed.
         progress: Receives `PartStored` for each file, then `CheckpointSaved`. Calls come from other
             threads, one at a time.
     """
@@ -141,10 +145,15 @@ class Saver:
         settings: SaveSettings | None = None,
         *,
         ranks: Ranks | None = None,
+        retention: RetentionSettings | None = None,
         progress: Progress = ignore_event,
     ) -> None:
         self._store, self._keys, self._ranks = store, CheckpointKeys(job), ranks
         self._settings = settings or SaveSettings()
+        is_first = ranks is None or ranks.rank == 0
+        self._retention = (
+            BackgroundRetention(store, job, retention) if retention and is_first else None
+        )
         self._progress = serialize_events(progress)
         self._memory = SnapshotBuffers()
         self._under_way: PendingSave | None = None
@@ -239,7 +248,7 @@ class Saver:
         return min(self._settings.uploads, count_processors() // _CORES_PER_EARLY_UPLOAD)
 
     def close(self) -> None:
-        """Wait for the save in progress, and free the memory.
+        """Wait for the save and the retention in progress, and free the memory.
 
         Raises:
             MillraceError: The save failed, and nothing has raised its error yet.
@@ -249,6 +258,8 @@ class Saver:
                 self._under_way.wait()
         finally:
             self._finisher.shutdown()
+            if self._retention is not None:
+                self._retention.close()
             self._pool.shutdown()
             self._memory.clear()
 
@@ -294,6 +305,8 @@ class Saver:
             open_part=partial(self._open_part, step, files),
             uploads=self._settings.uploads,
         )
+        if self._retention is not None:
+            self._retention.wait()  # it may remove files of this step, or find the step complete
         restore(parts)
         share = RankShare(
             job=self._keys.job,
@@ -319,6 +332,8 @@ class Saver:
                 seconds=round(time.monotonic() - began, 3),
             )
         )
+        if self._retention is not None:
+            self._retention.start(step)
         return checkpoint
 
     def _commit(self, share: RankShare, number: int) -> Checkpoint:

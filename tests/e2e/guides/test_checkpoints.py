@@ -46,12 +46,13 @@ def test_every_block_of_the_guide_to_checkpoints(
         names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
         guide.execute(names)
         assert torch.equal(names["found"].state["model"]["weight"], model.weight)  # pyright: ignore[reportAttributeAccessIssue]
+        guide.execute(names)
 
         save_sharded(guide, tmp_path)
 
         store = open_store(url)
         end_epoch(guide, [{"model": model, "store": store} for _ in range(2)])
-        assert list_steps(store, "my-job") == [1000, 2000]
+        assert list_steps(store, "my-job") == [1000, 1500, 2000]
 
         end_epoch_by_command(guide, tmp_path / "scratch/checkpoints", model)
         assert load(store, "my-job").checkpoint.step == 2100
