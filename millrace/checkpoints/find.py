@@ -113,13 +113,7 @@ def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkp
     if (found.job, found.step) != (job, step):
         raise errors.CorruptError(
             f"{where} is the metadata of the job {found.job} at step {found.step}. "
-            + (
-                f"Open the URL of the folder {job.removesuffix(f'/{found.job}')}, and name the job "
-                f"{found.job}."
-                if job.endswith(f"/{found.job}") and found.step == step
-                else "Another program copied it there. Load it where it was saved, and copy "
-                "checkpoints with `millrace checkpoint save`."
-            )
+            + _explain_other_name(where, found, job, step)
         )
     whole = found.digest == _compute_digest(found)
     if not whole or compute_root(found.parts, found.tensors) != found.root:
@@ -128,6 +122,28 @@ def check_metadata(where: str, found: Checkpoint, job: str, step: int) -> Checkp
             "step, or save this one again."
         )
     return found
+
+
+def _explain_other_name(where: str, found: Checkpoint, job: str, step: int) -> str:
+    """Return what to do about metadata of another job or step than its key has.
+
+    Args:
+        where: URL of the metadata.
+        found: Metadata.
+        job: Job in the key.
+        step: Step in the key.
+    """
+    above, is_there, _ = where.rpartition(f"/{found.job}/{CHECKPOINTS}/")
+    if found.step == step and job.endswith(f"/{found.job}"):
+        folder = f"the folder {job.removesuffix(f'/{found.job}')}"
+    elif found.step == step and is_there and found.job.endswith(f"/{job}"):
+        folder = above
+    else:
+        return (
+            "Another program copied it there. Load it where it was saved, and copy checkpoints "
+            "with `millrace checkpoint save`."
+        )
+    return f"Open the URL of {folder}, and name the job {found.job}."
 
 
 def add_digest(checkpoint: Checkpoint) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,6 +21,9 @@ from millrace.cli.common import (
 from millrace.formatting import format_count, format_size
 from millrace.terminal import echo, make_console, make_table
 
+if TYPE_CHECKING:
+    from millrace.storage import Store
+
 
 @click.group(cls=NounGroup)
 def checkpoint() -> None:
@@ -34,15 +38,20 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @click.argument("url")
-@click.argument("job")
+@click.argument("job", required=False)
 @print_result
-def list_checkpoints(url: str, job: str) -> CommandResult:
-    r"""List a job's checkpoints, newest first. Exit code 1 if a file is missing.
+def list_checkpoints(url: str, job: str | None) -> CommandResult:
+    r"""List a job's checkpoints, newest first; without JOB, the jobs below the URL.
+
+    A job's name may have up to eight folders, as team/run-7 has two: deeper jobs are not found. For
+    each job, the newest complete checkpoint is shown, and the number of steps, also of those whose
+    save is not complete. Exit code 1 if a file is missing, or metadata cannot be read.
 
     \b
-    Example: millrace checkpoint list r2://ACCOUNT/BUCKET my-job
+    Example: millrace checkpoint list r2://ACCOUNT/BUCKET
+             millrace checkpoint list r2://ACCOUNT/BUCKET my-job
     """
-    return _survey(url, job, with_digests=False)
+    return _list_jobs(url) if job is None else _survey(url, job, with_digests=False)
 
 
 @checkpoint.command()
@@ -56,6 +65,52 @@ def verify(url: str, job: str) -> CommandResult:
     Example: millrace checkpoint verify r2://ACCOUNT/BUCKET my-job
     """
     return _survey(url, job, with_digests=True)
+
+
+def _list_jobs(url: str) -> CommandResult:
+    from millrace.checkpoints import find_jobs, list_steps, survey
+    from millrace.storage import open_store
+
+    store = open_store(url, make_folder=False)
+    table = make_table("job", "newest step", "saved", "bytes", "steps")
+    faults: list[str] = []
+    rows: list[dict[str, object]] = []
+    for job in sorted(find_jobs(store)):
+        steps = len(list_steps(store, job))
+        if not steps:
+            continue
+        step, found = next(survey(store, job), (None, None))
+        saved, size = "", ""
+        row: dict[str, object] = {
+            "job": job, "newest_step": step, "saved": None, "bytes": None, "steps": steps,
+        }  # fmt: skip
+        if isinstance(found, errors.CorruptError):
+            faults.append(str(found))
+            saved = "unreadable"
+            row["error"] = str(found)
+        elif found is not None:
+            saved, size = f"{found.saved:%Y-%m-%d %H:%M}", format_size(found.size)
+            row |= {"saved": found.saved, "bytes": found.size}
+        rows.append(row)
+        table.add_row(job, "none" if step is None else str(step), saved, size, str(steps))
+    if not rows:
+        raise errors.NotFoundError(_explain_no_job(store))
+    make_console().print(table)
+    for fault in faults:
+        echo(fault)
+    return CommandResult(rows, 1 if faults else 0)
+
+
+def _explain_no_job(store: "Store") -> str:
+    """Return a sentence about a URL without jobs, such as that of a job itself."""
+    from millrace.keys.checkpoints import CHECKPOINTS
+    from millrace.storage import list_folders
+
+    above, _, name = store.url.rpartition("/")
+    has_folder_above = store.location.prefix or not store.is_remote
+    if has_folder_above and CHECKPOINTS in list_folders(store):
+        return f"{store.url} is the folder of a job: write millrace checkpoint list {above} {name}."
+    return f"There is no checkpoint below {store.url}."
 
 
 def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
@@ -86,7 +141,10 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             }
         )  # fmt: skip
     if not rows:
-        raise errors.NotFoundError(f"{store.make_url(job)} has no checkpoint.")
+        raise errors.NotFoundError(
+            f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` "
+            "shows the jobs that have some."
+        )
     make_console().print(table)
     for fault in faults:
         echo(fault)

@@ -5,7 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from millrace.checkpoints import Saver, load
 from millrace.checkpoints.cooldown.rosters import commit_roster
 from millrace.cli import main
 from millrace.datasets import PipelineSettings
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cooldowns import CooldownKeys
 from millrace.progress_bar import BytesBar
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Vote
 from millrace.settings import load_settings
-from millrace.storage import list_objects, open_store
+from millrace.storage import list_objects, open_store, put
 from millrace.swarm.progress_events import PrewarmProgressed
 from millrace.testing.process import REPOSITORY, find_free_ports
 
@@ -200,6 +201,62 @@ def test_a_checkpoint_is_copied_and_verified(run, tmp_path):
     assert "Step 1 of old is in" in copy
     assert load(open_store(bucket), "old").checkpoint.step == 1
     assert "has no" in run("checkpoint", "save", disk, "none", bucket, code=1)
+
+
+def save_steps(url: str, job: str, *steps: int) -> None:
+    with Saver(open_store(url), job) as saver:
+        for step in steps:
+            saver.save({"w": torch.full((10,), float(step))}, step=step).result()
+
+
+def test_jobs_are_listed_without_a_listing_of_their_files(run, tmp_path, monkeypatch):
+    store = open_store(tmp_path.as_uri())
+    save_steps(store.url, "one", 1, 20)
+    save_steps(store.url, "team/run-7", 5)
+    put(store, CheckpointKeys("one").make_part_key(30, "blake3:" + "0" * 64), b"of a save")
+    put(store, CheckpointKeys("begun").make_part_key(1, "blake3:" + "0" * 64), b"of a save")
+    put(store, "others/checkpoints/step_5/model.bin", b"of another program")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the files of a job are listed")
+
+    monkeypatch.setattr("millrace.checkpoints.find.list_objects", refuse)
+    lines = run("checkpoint", "list", store.url).splitlines()
+    rows = [line.split() for line in lines if line.strip()[-1:].isdigit()]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("begun", "none", "1"),
+        ("one", "20", "3"),
+        ("team/run-7", "5", "1"),
+    ]
+    shown = CliRunner().invoke(main, ["checkpoint", "list", store.url, "--json"])
+    found = {row.pop("job"): row for row in json.loads(shown.stdout)}
+    saved = load(store, "one").checkpoint
+    assert datetime.fromisoformat(found["one"].pop("saved")) == saved.saved
+    assert found["one"] == {"newest_step": 20, "bytes": saved.size, "steps": 3}
+    assert found["begun"] == {"newest_step": None, "saved": None, "bytes": None, "steps": 1}
+
+
+def test_a_job_whose_newest_checkpoint_cannot_be_read_is_listed_with_the_others(run, tmp_path):
+    store = open_store(tmp_path.as_uri())
+    for job in ("one", "two"):
+        save_steps(store.url, job, 1)
+    put(store, CheckpointKeys("one").make_metadata_key(1), b"{}")
+    shown = run("checkpoint", "list", store.url, code=1)
+    assert re.search(r"^ one +1 +unreadable", shown, re.MULTILINE)
+    assert re.search(r"^ two +1 +20\d\d-", shown, re.MULTILINE)
+    assert f"{store.url}/one/checkpoints/step_000000001/metadata.json" in shown
+
+
+def test_a_url_without_jobs_is_a_sentence_and_that_of_a_job_says_what_to_write(run, tmp_path):
+    url = (tmp_path / "bucket").as_uri()
+    put(open_store(url), "notes/a.txt", b"")
+    assert f"There is no checkpoint below {url}." in run("checkpoint", "list", url, code=1)
+    save_steps(url, "job", 1)
+    shown = run("checkpoint", "list", f"{url}/job", code=1)
+    assert f"is the folder of a job: write millrace checkpoint list {url} job." in shown
+    assert "all files there" in run("checkpoint", "list", url, "job")
+    shown = run("checkpoint", "list", url, "none", code=1)
+    assert f"none has no checkpoint. `millrace checkpoint list {url}` shows the jobs" in shown
 
 
 def test_votes_of_an_epoch_that_cannot_end_are_cleared(run, tmp_path):

@@ -563,6 +563,14 @@ def test_a_job_that_is_named_from_a_folder_above_its_store_is_whole(tmp_path):
         load(open_store(str(tmp_path)), f"team/{KEYS.job}", step=1)
 
 
+def test_a_job_that_is_named_from_a_folder_below_its_store_is_whole(tmp_path):
+    save(open_store(str(tmp_path)), 1, state_of(1))
+    above, _, name = KEYS.job.rpartition("/")
+    said = f"Open the URL of {tmp_path.as_uri()}, and name the job {KEYS.job}\\."
+    with pytest.raises(errors.CorruptError, match=said):
+        load(open_store(str(tmp_path / above)), name, step=1)
+
+
 def test_a_checkpoint_that_was_copied_to_another_step_is_refused(store):
     save(store, 1, state_of(1))
     copy(store, KEYS.make_metadata_key(1), KEYS.make_metadata_key(2))
