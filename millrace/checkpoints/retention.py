@@ -25,7 +25,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
 from millrace.records import commit_once, iterate_records, list_numbers
 from millrace.schemas.checkpoint import Checkpoint, Pin
-from millrace.storage import Stat, Store, delete, list_objects
+from millrace.storage import Stat, Store, delete_one, list_objects
 
 _log = logging.getLogger(__name__)
 _CONCURRENCY = 32  # records
@@ -70,21 +70,27 @@ class RetentionPlan:
         return sum(removal.size for removal in self.removals)
 
 
-def pin(store: Store, job: str, step: int, reason: str) -> None:
+def pin(store: Store, job: str, step: int, reason: str) -> Pin:
     """Protect a checkpoint from removal by any rule, until `unpin`.
+
+    Returns:
+        Pin of the checkpoint: an earlier one, if it has one.
 
     Raises:
         NotFoundError: There is no checkpoint of this step.
     """
     read_checkpoint(store, job, step)
-    commit_once(
-        store, CheckpointKeys(job).make_pin_key(step), Pin(job=job, step=step, reason=reason)
-    )
+    made = Pin(job=job, step=step, reason=reason)
+    return commit_once(store, CheckpointKeys(job).make_pin_key(step), made).record
 
 
 def unpin(store: Store, job: str, step: int) -> None:
-    """Remove the pin of a checkpoint, so that the rules decide again."""
-    delete(store, [CheckpointKeys(job).make_pin_key(step)])
+    """Remove the pin of a checkpoint, so that the rules decide again.
+
+    Raises:
+        DeniedError: The credentials may not delete the pin.
+    """
+    delete_one(store, CheckpointKeys(job).make_pin_key(step))
 
 
 def plan_retention(

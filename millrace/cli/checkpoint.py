@@ -1,4 +1,4 @@
-"""``millrace checkpoint``: list, verify, copy, import and retain a job's checkpoints."""
+"""``millrace checkpoint``: list, verify, copy, import, retain and pin a job's checkpoints."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=NounGroup)
 def checkpoint() -> None:
-    r"""List, verify, copy, import and retain a job's checkpoints.
+    r"""List, verify, copy, import, retain and pin a job's checkpoints.
 
     \b
     Example:
@@ -292,6 +292,45 @@ def retain(
     done = apply_retention(store, plan)
     code = show_deletion(done)
     return CommandResult(data | done.to_dict(), code)
+
+
+@checkpoint.command()
+@click.argument("url")
+@click.argument("job")
+@click.argument("step", type=click.IntRange(0))
+@click.option("--reason", default="by hand", show_default=True, help="Reason, for later readers.")
+@print_result
+def pin(url: str, job: str, step: int, *, reason: str) -> CommandResult:
+    r"""Protect a checkpoint from all rules of retention and cleanup, until `unpin`.
+
+    \b
+    Example: millrace checkpoint pin r2://ACCOUNT/BUCKET my-job 1000 --reason "the paper's model"
+    """
+    from millrace.checkpoints import pin as pin_checkpoint
+    from millrace.storage import open_store
+
+    pinned = pin_checkpoint(open_store(url, make_folder=False), job, step, reason)
+    echo(f"Step {step} of {job} is pinned: {pinned.reason}")
+    return CommandResult({"job": job, "step": step, "reason": pinned.reason})
+
+
+@checkpoint.command()
+@click.argument("url")
+@click.argument("job")
+@click.argument("step", type=click.IntRange(0))
+@print_result
+def unpin(url: str, job: str, step: int) -> CommandResult:
+    r"""Remove the pin of a checkpoint, so that the rules decide again. Nothing else is deleted.
+
+    \b
+    Example: millrace checkpoint unpin r2://ACCOUNT/BUCKET my-job 1000
+    """
+    from millrace.checkpoints import unpin as unpin_checkpoint
+    from millrace.storage import open_store
+
+    unpin_checkpoint(open_store(url, make_folder=False), job, step)
+    echo(f"Step {step} of {job} has no pin.")
+    return CommandResult({"job": job, "step": step})
 
 
 @checkpoint.command()

@@ -76,6 +76,8 @@ def test_help_names_every_command(run):
             "save",
             "import",
             "retain",
+            "pin",
+            "unpin",
             "probe",
             "cooldown",
             "clear-votes",
@@ -257,6 +259,21 @@ def test_a_url_without_jobs_is_a_sentence_and_that_of_a_job_says_what_to_write(r
     assert "all files there" in run("checkpoint", "list", url, "job")
     shown = run("checkpoint", "list", url, "none", code=1)
     assert f"none has no checkpoint. `millrace checkpoint list {url}` shows the jobs" in shown
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run, tmp_path):
+    url = (tmp_path / "bucket").as_uri()
+    save_steps(url, "job", 1, 2, 3)
+    retain = ("checkpoint", "retain", url, "job", "--last", "1", "--yes")
+    shown = run("checkpoint", "pin", url, "job", "1", "--reason", "the paper's model")
+    assert shown == "Step 1 of job is pinned: the paper's model\n"
+    again = run("checkpoint", "pin", url, "job", "1")
+    assert again == shown
+    assert "step 1 stays: pinned: the paper's model" in run(*retain)
+    assert load(open_store(url), "job", step=1).checkpoint.step == 1
+    assert "Step 1 of job has no pin." in run("checkpoint", "unpin", url, "job", "1")
+    assert "step 1 goes" in run(*retain)
+    assert "metadata.json" in run("checkpoint", "pin", url, "job", "1", code=1)
 
 
 def test_votes_of_an_epoch_that_cannot_end_are_cleared(run, tmp_path):

@@ -213,6 +213,8 @@ CHECKPOINTS: dict[str, Words] = {
         "imported",
         (site.folder / "copy").as_uri(),
     ],
+    "checkpoint pin": lambda site: ["checkpoint", "pin", _url(site), "runs/one", "2"],
+    "checkpoint unpin": lambda site: ["checkpoint", "unpin", _url(site), "runs/one", "2"],
     "checkpoint probe": lambda site: ["checkpoint", "probe", _url(site), "runs/one"],
     "checkpoint clear-votes": _clear_votes,
 }
