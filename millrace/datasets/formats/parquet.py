@@ -20,6 +20,7 @@ Each split has its own index objects, because those loaders draw pages from all 
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -55,6 +56,7 @@ _TEXT = "text"  # column that the loaders of pages read
 _TEXT_FIELD = "txt"  # field that becomes this column if no field has its name
 
 _GROUP_ROWS = 1000
+_UNPACKED_BYTES = 2 << 20  # of values that are objects of Python
 _PAGE_ROWS = 100
 _PAGE_BYTES = 1 << 20
 _COMPRESSION_LEVEL = 3
@@ -163,8 +165,9 @@ def _make_metadata(split: str, pattern: str) -> bytes:
 class ParquetEncoder:
     """Encoder of parquet files in a buffer.
 
-    The values of a shard are kept as they are, and `close` compresses them. So `close` takes most
-    of the time. The same samples make the same bytes with the same version of pyarrow.
+    The values of a shard are kept in columns, and `close` compresses them. So `close` takes most of
+    the time. The same samples make the same bytes with the same version of pyarrow. The columns
+    take about `size` of memory, and several times that of the last 2 MiB of values.
 
     Args:
         fields: Types of the fields.
@@ -190,7 +193,7 @@ class ParquetEncoder:
         self._buffer = map_anonymous(capacity)
         self.samples = 0
         self._values_size = 0
-        self._values: list[list[Value]] = [[] for _ in self._schema.names]
+        self._columns = _PackedColumns(self._schema.types)
         self._prepared: tuple[list[Value], int] | None = None
         self._shard: memoryview | None = None
 
@@ -240,8 +243,7 @@ class ParquetEncoder:
             raise RuntimeError("No sample was prepared.")
         row, size = self._prepared
         self._prepared = None
-        for values, value in zip(self._values, row, strict=True):
-            values.append(value)
+        self._columns.append(row, size)
         self.samples += 1
         self._values_size += size
 
@@ -251,7 +253,7 @@ class ParquetEncoder:
         The values of a row group are freed when the row group is written.
         """
         if self._shard is None:
-            if len(self._values[0]) != self.samples:
+            if not self._columns.has_rows(self.samples):
                 raise RuntimeError("The shard was not finished, since an earlier call failed.")
             if self.size > len(self._buffer):
                 self._buffer = map_anonymous(self.size)
@@ -265,7 +267,7 @@ class ParquetEncoder:
         self._shard = None
         if len(self._buffer) > self._capacity:
             self._buffer = map_anonymous(self._capacity)
-        self._values = [[] for _ in self._schema.names]
+        self._columns = _PackedColumns(self._schema.types)
         self._prepared = None
         self.samples = 0
         self._values_size = 0
@@ -285,15 +287,10 @@ class ParquetEncoder:
             data_page_size=_MAX_VALUE,  # pages end at a number of rows
         ) as writer:
             for rows in _divide(self.samples):
-                writer.write_table(self._take(rows), row_group_size=rows)
-
-    def _take(self, rows: int) -> pa.Table:
-        """Return the first rows as a table, and free their values."""
-        arrays: list[Any] = []
-        for values, field in zip(self._values, cast("Any", self._schema), strict=True):
-            arrays.append(_make_array(values[:rows], field.type))
-            del values[:rows]
-        return pa.Table.from_arrays(arrays, schema=self._schema)
+                arrays = self._columns.take(rows)
+                writer.write_table(
+                    pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=rows
+                )
 
     def _compute_bound(self, samples: int, values_size: int) -> int:
         columns = len(self._schema.names)
@@ -310,6 +307,120 @@ class ParquetEncoder:
             + values_size
             + values_size // 256  # zstd's own bound of what cannot be compressed
         )
+
+
+class _PackedColumns:
+    """Columns of a shard.
+
+    Args:
+        kinds: Types of the columns.
+    """
+
+    def __init__(self, kinds: Iterable[pa.DataType]) -> None:
+        self._columns = [_PackedColumn(kind) for kind in kinds]
+        self._unpacked = [column.unpacked for column in self._columns]
+        self._unpacked_size = 0
+
+    def append(self, row: Iterable[Value], size: int) -> None:
+        """Append a row. Its values are packed once all of them have 2 MiB.
+
+        Args:
+            row: Value of each column.
+            size: Bytes of the values.
+        """
+        for unpacked, value in zip(self._unpacked, row, strict=True):
+            unpacked.append(value)
+        self._unpacked_size += size
+        if self._unpacked_size >= _UNPACKED_BYTES:
+            self._unpacked_size = 0
+            for column in self._columns:
+                column.pack()
+
+    def has_rows(self, rows: int) -> bool:
+        """Decide whether every column has this number of values."""
+        return all(column.count() == rows for column in self._columns)
+
+    def take(self, rows: int) -> list[Any]:
+        """Return the first values of each column as an array, and free their memory."""
+        return [column.take(rows) for column in self._columns]
+
+
+class _PackedColumn:
+    """Values of a column in few bytes, since an object of Python takes several times the memory.
+
+    Args:
+        kind: Type of the column.
+
+    Attributes:
+        unpacked: Values since the last call of `pack`.
+    """
+
+    def __init__(self, kind: pa.DataType) -> None:
+        self._kind: Any = kind
+        self._is_list = isinstance(kind, pa.ListType)
+        self._number = _NUMBERS.get(kind)
+        self._marks = bytearray()  # a byte for each value: 0 for null, or else 1
+        self._sizes = bytearray()  # 4 bytes for each value that is a text or an array
+        self._data = bytearray()
+        self.unpacked: list[Value] = []
+
+    def count(self) -> int:
+        """Return the number of values."""
+        return len(self._marks) + len(self.unpacked)
+
+    def pack(self) -> None:
+        """Append the unpacked values to the others."""
+        present: Any = self.unpacked
+        marks = b"\x01" * len(present)
+        if None in present:
+            marks = bytes([value is not None for value in present])
+            present = [value for value in present if value is not None]
+        # Until the unpacked values are removed, there are too many, so an error spoils the shard.
+        self._marks += marks
+        if self._number:
+            self._data += array(self._number, present)
+        else:
+            self._sizes += array("i", [*map(len, present)])
+            self._data += b"".join(present)
+        self.unpacked.clear()
+
+    def take(self, rows: int) -> Any:
+        """Return the first values as an array, and free their memory."""
+        self.pack()
+        marks, self._marks = _split(self._marks, rows)
+        present = np.frombuffer(marks, np.bool_)
+        count = int(np.count_nonzero(present))
+        bits = None
+        if count < rows:
+            packed: Any = np.packbits(present, bitorder="little")
+            bits = pa.py_buffer(packed)
+        make = cast("Any", pa.Array).from_buffers
+        if self._number:
+            data, self._data = _split(self._data, 8 * count)
+            numbers: Any = np.zeros(rows, self._number)
+            numbers[present] = np.frombuffer(data, self._number)
+            return make(self._kind, rows, [bits, pa.py_buffer(numbers)])
+        sizes, self._sizes = _split(self._sizes, 4 * count)
+        # A shard has up to 1 GiB or one sample, so 32 bits are enough.
+        offsets: Any = np.zeros(rows + 1, np.int32)
+        offsets[1:][present] = np.frombuffer(sizes, np.int32)
+        np.cumsum(offsets, out=offsets)
+        data, self._data = _split(self._data, int(offsets[-1]))
+        if not self._is_list:
+            return make(self._kind, rows, [bits, pa.py_buffer(offsets), pa.py_buffer(data)])
+        item = self._kind.value_type
+        offsets //= item.bit_width // 8
+        items = make(item, int(offsets[-1]), [None, pa.py_buffer(data)])
+        return make(self._kind, rows, [bits, pa.py_buffer(offsets)], children=[items])
+
+
+def _split(data: bytearray, size: int) -> tuple[bytes | bytearray, bytearray]:
+    """Return the first bytes, and the others. They are copied only if there are others."""
+    if size == len(data):
+        return data, bytearray()
+    first = bytes(memoryview(data)[:size])
+    del data[:size]
+    return first, data
 
 
 def _make_schema(fields: Fields, columns: Mapping[str, str]) -> pa.Schema:
@@ -349,24 +460,6 @@ def _compute_page_rows(samples: int, values_size: int) -> int:
     return max(1, min(_PAGE_ROWS, samples * _PAGE_BYTES // values_size))
 
 
-def _make_array(values: list[Value], kind: pa.DataType) -> Any:
-    if pa.types.is_string(kind):
-        return pa.array(values, pa.binary()).cast(pa.string())
-    if not isinstance(kind, pa.ListType):
-        return pa.array(values, kind)
-    rows = cast("list[bytes | None]", values)
-    dtype = np.dtype(cast("Any", kind).value_type.to_pandas_dtype()).newbyteorder("<")
-    sizes = [len(row) // dtype.itemsize if row is not None else 0 for row in rows]
-    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    items = np.frombuffer(b"".join(row for row in rows if row is not None), dtype)
-    return cast("Any", pa.ListArray).from_arrays(
-        pa.array(offsets, pa.int32()),
-        pa.array(items),
-        type=kind,
-        mask=pa.array([row is None for row in rows], pa.bool_()),
-    )
-
-
 def _check_uint16(data: bytes) -> bytes:
     check_array(len(data), 2)
     return data
@@ -390,6 +483,9 @@ _ARROW_TYPES: Mapping[FieldType, pa.DataType] = {
     FieldType.UINT16_ARRAY: pa.list_(pa.uint16()),
     FieldType.UINT32_ARRAY: pa.list_(pa.uint32()),
 }
+
+# Codes of their types in `array` and NumPy.
+_NUMBERS: Mapping[pa.DataType, str] = {pa.int64(): "q", pa.float64(): "d"}
 
 _CHECKS: Mapping[FieldType, Callable[[bytes], Value]] = {
     FieldType.BYTES: _keep,

@@ -4,8 +4,10 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from millrace import errors
+from millrace.datasets.formats import parquet as parquet_format
 from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, ShardFormat
 from millrace.datasets.formats.parquet import PagesFormat, ParquetEncoder, ParquetFormat
 from millrace.datasets.sample import LargeFile, Sample
@@ -170,6 +173,74 @@ def test_the_same_samples_make_the_same_bytes_in_every_encoder():
     used.prepare(Sample("one more", {"txt": b"sample"}, 0))
     assert bytes(used.close()) == expected
     assert bytes(used.close()) == expected
+
+
+@settings(deadline=None, max_examples=scale_examples(60))
+@given(ROWS, st.sampled_from([1, 30, 1000]))
+def test_the_bytes_do_not_depend_on_when_values_are_packed(rows, size):
+    samples = [
+        Sample(f"k{n}", {name: to_bytes(ALL[name], value) for name, value in row.items()}, 0)
+        for n, row in enumerate(rows * (1 + 1500 // len(rows)))  # two row groups
+    ]
+    with patch.object(parquet_format, "_UNPACKED_BYTES", size):
+        packed = encode(samples, ALL)
+    assert packed == encode(samples, ALL)
+
+
+MANY = {f"c{n:03}": list(ALL.values())[n % len(ALL)] for n in range(200)}
+
+
+@pytest.mark.parametrize("fields", [ALL, MANY])
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_the_values_of_a_shard_take_about_its_size_in_memory(fields, share, monkeypatch):
+    monkeypatch.setattr(parquet_format, "_UNPACKED_BYTES", 32 << 10)
+    rng = random.Random(0)
+    values = {
+        FieldType.BYTES: rng.randbytes(20),
+        FieldType.STR: b"short",
+        FieldType.JSON: b"{}",
+        FieldType.INT: b"%d" % (1 << 40),
+        FieldType.FLOAT: b"0.5",
+        FieldType.UINT16_ARRAY: rng.randbytes(6),
+        FieldType.UINT32_ARRAY: rng.randbytes(12),
+    }
+    tracemalloc.start()
+    try:
+        encoder = ParquetFormat().make_encoder(fields, 1 << 20)
+        before = tracemalloc.get_traced_memory()[0]
+        while encoder.size < 4 << 20:
+            chosen = [name for name in fields if rng.random() < share]
+            present = {name: b"%b" % values[fields[name]] for name in chosen}  # a new object
+            encoder.prepare(Sample(f"{encoder.samples:020}", present, 0))
+            encoder.append()
+        held = tracemalloc.get_traced_memory()[0] - before
+        encoder.close()
+        most = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 1.25 * encoder.size
+    assert most < 2 * encoder.size
+
+
+def test_a_shard_is_refused_after_an_append_that_failed_and_the_next_one_is_not(monkeypatch):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    encoder = ParquetFormat().make_encoder(ALL, 1024)
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet_format, "_UNPACKED_BYTES", 1)
+        encoder.prepare(Sample("a", {"cls": b"1"}, 0))
+        encoder.append()
+        patched.setattr(parquet_format, "array", fail)
+        encoder.prepare(Sample("b", {"cls": b"2"}, 0))
+        with pytest.raises(MemoryError):
+            encoder.append()
+    with pytest.raises(RuntimeError, match="an earlier call failed"):
+        encoder.close()
+    encoder.reset()
+    encoder.prepare(Sample("c", {"cls": b"3"}, 0))
+    encoder.append()
+    assert [row["__key__"] for row in read(bytes(encoder.close()))] == ["c"]
 
 
 _IN_A_PROCESS = """
