@@ -18,7 +18,7 @@ from millrace.progress import Event, Progress
 from millrace.schemas.dataset import DatasetPlan, count_source_rows
 from millrace.storage import Store, list_objects, read_range
 
-_ALWAYS_ALLOWED = 10  # bad rows, so that one bad row of a small source does not stop a run
+_FEW_ROWS = 10  # bad rows that do not stop the run of a small source, up to half of its rows
 _ROUNDING = 1e-6  # rows, for sums of shares of rows
 _MARGIN = 2.0  # factor on the expected number of remaining rows, for an early stop
 _MAX_REASONS = 3  # reasons in the error
@@ -30,8 +30,9 @@ class QuarantineLimit:
     """Limit on the quarantined rows of a run.
 
     `wrap_progress` counts the rows of each commit, and may stop the run early. The early decision
-    assumes that twice as many rows as expected remain, and that all of them are good. `check` makes
-    the final decision. Commits stay, so a run with a higher limit continues.
+    assumes that twice as many rows as expected remain, and that all of them are good. Up to ten bad
+    rows stop no run early, since the source may have as many good rows. `check` makes the final
+    decision. Commits stay, so a run with a higher limit continues.
 
     Args:
         store: Store of the dataset.
@@ -116,13 +117,14 @@ class QuarantineLimit:
     def _exceeds_limit(self, rows: float) -> bool:
         """Decide whether there are too many bad rows for a number of rows."""
         share = self._settings.max_quarantined
-        limit = max(_ALWAYS_ALLOWED, share * rows) + _ROUNDING if share else 0
-        return self._bad_rows > limit
+        allowed = max(share * rows, min(_FEW_ROWS, rows / 2)) + _ROUNDING if share else 0
+        return self._bad_rows > allowed
 
     def _check_early(self) -> None:
         rest = max(0.0, self._source_bytes - self._read_bytes)
         rows = self._rows
-        if not rows or not self._read_bytes:
+        is_few = self._settings.max_quarantined > 0 and self._bad_rows <= _FEW_ROWS + _ROUNDING
+        if not rows or not self._read_bytes or is_few:
             return
         expected = rows + rest * (rows / self._read_bytes) * _MARGIN
         if self._exceeds_limit(expected):

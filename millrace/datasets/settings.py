@@ -137,8 +137,8 @@ class ExecutionSettings(BaseModel):
         ge=0.0,
         le=1.0,
         description="Largest share of the source's rows that cannot be made into samples, from 0 "
-        "to 1. A run with a larger share fails with the first reasons. Ten rows are always "
-        "allowed, unless the share is 0.",
+        "to 1. A run with a larger share fails with the first reasons. Up to ten rows are always "
+        "allowed if they are at most half of all rows, unless the share is 0.",
     )
     allow_empty: bool = Field(
         default=False,

@@ -88,7 +88,8 @@ def test_a_column_of_nulls_alone_is_written_as_json_only(tmp_path, field, sample
     table = pa.table({"n": pa.nulls(3), "k": ["a", "b", "c"]})
     source = {"kind": "parquet", "columns": {field: "n", "key.txt": "k"}}
     settings = make_settings(tmp_path, {"a.parquet": encode_table(table)}, source)
-    execution = settings.execution.model_copy(update={"allow_empty": True})
+    update = {"allow_empty": True, "max_quarantined": 1.0}
+    execution = settings.execution.model_copy(update=update)
     report = shard_dataset(settings.model_copy(update={"execution": execution}))
     assert report.samples == samples
     reasons = {row["reason"] for row in read_quarantine(settings)}
@@ -319,8 +320,9 @@ def test_a_source_without_rows_says_so_also_with_transforms(tmp_path):
 def test_a_line_of_json_that_cannot_be_held_is_not_called_invalid(tmp_path, columns):
     lines = [rb'{"t": "\ud800"}', rb'{"t": 1e400}', b'{"t": NaN}', b'{"t": '] * 2
     source = {} if columns is None else {"columns": columns}
-    settings = make_settings(tmp_path, {"a.jsonl": b"\n".join([*lines, b'{"t": "a"}'])}, source)
-    assert shard_dataset(settings).samples == 1
+    body = b"\n".join([*lines, *[b'{"t": "a"}'] * 8])
+    settings = make_settings(tmp_path, {"a.jsonl": body}, source)
+    assert shard_dataset(settings).samples == 8
     assert {row["data"]: row["reason"] for row in read_quarantine(settings)} == {
         r'{"t": "\ud800"}': "JSON that cannot be read back: no low surrogate in string",
         '{"t": 1e400}': "JSON that cannot be read back: number is infinity when parsed as double",
@@ -330,9 +332,10 @@ def test_a_line_of_json_that_cannot_be_held_is_not_called_invalid(tmp_path, colu
 
 
 def test_files_of_other_kinds_are_named_in_the_reasons(tmp_path):
-    bodies = {"a.jsonl": b'[\n{"t": 1}\n', "b.jsonl": b'[{"t": 1}]', "c.jsonl": b"PAR1\0\1"}
+    good = b'{"t": 1}\n' * 3
+    bodies = {"a.jsonl": b"[\n" + good, "b.jsonl": b'[{"t": 1}]', "c.jsonl": b"PAR1\0\1"}
     settings = make_settings(tmp_path, bodies, {})
-    assert shard_dataset(settings).samples == 1
+    assert shard_dataset(settings).samples == 3
     array = ", but an array: write an object in each line, as `jq -c '.[]'` does"
     assert {row["reason"] for row in read_quarantine(settings)} == {
         f"not valid JSON{array}", f"not a JSON object{array}",

@@ -330,6 +330,31 @@ def test_up_to_ten_bad_rows_are_allowed_in_a_small_dataset_unless_none_may_be(se
     assert shard_dataset(settings).manifest.quarantined == 10
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "is_allowed"), [(2, 10, False), (9, 10, False), (10, 10, True), (1, 1, True)]
+)
+def test_bad_rows_are_at_most_half_of_a_small_dataset(settings, tmp_path, good, bad, is_allowed):
+    (tmp_path / "source" / "a.jsonl").write_text(lines(good) + "bad\n" * bad)
+    if is_allowed:
+        assert shard_dataset(settings).samples == good
+        return
+    with pytest.raises(errors.QuarantineError, match=rf"{bad} of {good + bad} rows.*limit of 1%"):
+        shard_dataset(settings)
+    made = shard_dataset(changed(settings, execution={"max_quarantined": 0.9}))
+    assert (made.samples, made.new_shards) == (good, 0)  # the first run has read all rows
+
+
+def test_a_few_bad_rows_stop_no_run_before_its_last_row(settings, tmp_path):
+    # By bytes, the bad row is nearly the whole source.
+    (tmp_path / "source" / "a.jsonl").write_text(f"bad{' ' * 100_000}\n")
+    (tmp_path / "source" / "b.jsonl").write_text(lines(1))
+    config = changed(
+        settings, sharding={"partition_bytes": 200_000, "seed": None}, execution={"workers": 0}
+    )
+    made = shard_dataset(config)
+    assert (made.samples, made.manifest.quarantined, made.partitions) == (1, 1, 2)
+
+
 @pytest.mark.parametrize("content", ["", "\n", "bad\n" * 10])
 def test_a_dataset_of_no_samples_is_finalized_only_if_that_is_allowed(settings, tmp_path, content):
     (tmp_path / "source" / "a.jsonl").write_text(content)
