@@ -11,6 +11,7 @@ from millrace import errors
 from millrace.datasets.sample import BadRow, Row, Sample
 from millrace.datasets.sources.base import Division, PartitionedSource, Source
 from millrace.datasets.sources.csv_rows import CsvSource
+from millrace.datasets.sources.csv_values import UTF_8
 from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles, list_files
 from millrace.datasets.sources.folder import FolderSource, partition_folder
 from millrace.datasets.sources.http_files import HttpFiles, is_web_url
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 _HUB = "hf://"
-_CSV_SETTINGS = {"columns", "header", "delimiter"}
+_CSV_SETTINGS = {"columns", "header", "delimiter", "encoding"}
 _DOWNLOAD_NOTE = (
     "The URLs are requested while the run works. Another download may give other bytes, so a shard "
     "that is lost later cannot be made again: keep a copy of the shards."
@@ -255,7 +256,9 @@ def _select_settings(settings: SourceSettings) -> dict[str, Any]:
         case SourceKind.FILES | SourceKind.WEBDATASET:
             return {}
         case SourceKind.CSV:
-            return settings.model_dump(include=_CSV_SETTINGS)
+            # The plans of earlier versions, which are adopted, have no encoding.
+            left_out = {"encoding"} if settings.encoding == UTF_8 else set[str]()
+            return settings.model_dump(include=_CSV_SETTINGS - left_out)
         case SourceKind.URLS:
             return settings.model_dump(mode="json", include={"columns", "urls"})
         case _:
@@ -302,7 +305,7 @@ def open_source(  # noqa: PLR0911 - one for each kind
                 files, dataset_store, columns, types=types, any_version=any_version
             )
         case SourceKind.CSV:
-            table_settings = {name: record.settings[name] for name in _CSV_SETTINGS}
+            table_settings = {n: v for n, v in record.settings.items() if n in _CSV_SETTINGS}
             return CsvSource(
                 files, dataset_store, **table_settings, types=types, any_version=any_version
             )

@@ -27,6 +27,7 @@ from millrace.datasets.sample import (
     make_keys,
 )
 from millrace.datasets.sources.csv_values import (
+    UTF_8,
     BadValuesError,
     RowParser,
     compile_row,
@@ -45,6 +46,7 @@ _HEADER_BYTES = 64 << 10  # bytes of a file that are read at a time for its head
 _SHOWN = 64 << 10  # bytes of a bad row that are kept
 _DELIMITERS = ",;\t|"
 _BOM = b"\xef\xbb\xbf"
+_MARKS = {_BOM: "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _QUOTED = re.compile(rb'"[^"]*+"')
 
 
@@ -60,6 +62,7 @@ class CsvSource:
         header: Names of the columns. None takes them from the first row of each file.
         delimiter: Character between two values. None takes a tab for files whose names end in
             ``.tsv``, before an extension of a compression, and a comma for others.
+        encoding: Encoding of the files, of which ASCII is a part.
         types: Types of fields, by their names.
         any_version: Whether a file is also read if it was written again after the plan was made.
 
@@ -75,6 +78,7 @@ class CsvSource:
         header: list[str] | None,
         delimiter: str | None,
         *,
+        encoding: str = UTF_8,
         types: Mapping[str, str] = MappingProxyType({}),
         any_version: bool = False,
     ) -> None:
@@ -88,6 +92,7 @@ class CsvSource:
         self._files = files
         self._text = TextFiles(files, dataset_store, any_version=any_version)
         self._columns, self._header, self._delimiter = columns, header, delimiter
+        self._encoding = encoding
 
     def check_headers(self, ranges: Iterable[FileRange]) -> None:
         """Check that every file has the columns. Reads the beginning of each file.
@@ -118,11 +123,13 @@ class CsvSource:
             return
         names = self._read_header(source_range)
         if self._header is not None and cursor <= source_range.start:
-            self._read_first_row(source_range)  # which checks the line ends
-        parser = RowParser(names, self._find_delimiter(source_range.file.path), self._columns)
+            self._read_first_row(source_range)  # which checks its encoding and line ends
+        path, encoding = source_range.file.path, self._encoding
+        delimiter = self._find_delimiter(path)
+        parser = RowParser(names, delimiter, self._columns, encoding)
         sections = self._text.iterate_sections(source_range, cursor, from_start=True)
         is_header = self._header is None and cursor <= source_range.start
-        for rows in _split_rows(sections, source_range.file.path, parser.delimiter, parser):
+        for rows in _split_rows(sections, path, delimiter, encoding, parser):
             if isinstance(rows, _ParsedRows):
                 first, after = (bisect_left(rows.cursors, one) for one in (start, end))
                 first, is_header = max(first, is_header), False
@@ -152,7 +159,8 @@ class CsvSource:
         if names is None:
             row = self._read_first_row(source_range)
             try:
-                names = split_row(decode_row(row), self._find_delimiter(path), 1 << 20)
+                text = decode_row(row, self._encoding)
+                names = split_row(text, self._find_delimiter(path), 1 << 20)
             except BadValuesError as error:
                 raise errors.ConfigurationError(
                     f"{url}: its first row cannot be read ({error}). Correct the file, or leave it "
@@ -193,13 +201,21 @@ class CsvSource:
         """Return the first row of a file; no bytes if the file has none.
 
         Raises:
-            ConfigurationError: Its lines end in carriage returns, so that all rows would be one.
+            ConfigurationError: The file has another encoding by its mark, or its lines end in
+                carriage returns, so that all rows would be one.
         """
         path = source_range.file.path
         first: TextRange = replace(source_range, start=0)
         sections = self._text.iterate_sections(first, 0, block=_HEADER_BYTES)
-        lines = cast("Iterator[Line]", _split_rows(sections, path, self._find_delimiter(path)))
+        rows = _split_rows(sections, path, self._find_delimiter(path), self._encoding)
+        lines = cast("Iterator[Line]", rows)
         row = next((row for *_, [row] in lines if row), b"")
+        if mark := next((one for one in _MARKS if row.startswith(one)), None):
+            raise errors.ConfigurationError(
+                f"{self._files.make_url(path)} begins with the mark of {_MARKS[mark]}, and "
+                f"`encoding` is {self._encoding}. Convert the file to that encoding, for example "
+                "by `iconv`, or leave it out with `exclude`."
+            )
         if b"\r" in _QUOTED.sub(b"", row):
             raise errors.ConfigurationError(
                 f"{self._files.make_url(path)}: its first row has a carriage return that is "
@@ -232,7 +248,11 @@ class _ParsedRows(NamedTuple):
 
 
 def _split_rows(
-    sections: Iterator[Section], path: str, delimiter: str, parser: RowParser | None = None
+    sections: Iterator[Section],
+    path: str,
+    delimiter: str,
+    encoding: str,
+    parser: RowParser | None = None,
 ) -> Iterator[Line | _ParsedRows]:
     """Yield the rows of consecutive sections, which begin with a row.
 
@@ -243,9 +263,11 @@ def _split_rows(
         sections: Sections of the file.
         path: Path of the file, for messages.
         delimiter: Character between two values.
+        encoding: Encoding of the file.
         parser: Parser of rows without faults; None to yield each row as a line.
     """
-    unread = _UnreadBytes(path, compile_row(delimiter.encode()), parser)
+    mark = _BOM if encoding == UTF_8 else b""
+    unread = _UnreadBytes(path, compile_row(delimiter.encode(encoding)), parser, mark)
     try:
         for section in sections:
             unread.append(section)
@@ -268,10 +290,12 @@ class _UnreadBytes:
             search, so that a large row is not searched again for each section.
     """
 
-    def __init__(self, path: str, pattern: re.Pattern[bytes], parser: RowParser | None) -> None:
+    def __init__(
+        self, path: str, pattern: re.Pattern[bytes], parser: RowParser | None, mark: bytes
+    ) -> None:
         self._least = BATCH_BYTES if parser else 0
         self.size, self.wanted = 0, self._least
-        self._path, self._pattern, self._parser = path, pattern, parser
+        self._path, self._pattern, self._parser, self._mark = path, pattern, parser, mark
         self._parts: list[bytes] = []
         self._places: list[tuple[int, int, int]] = []  # index, cursor and offset of sections
 
@@ -343,7 +367,7 @@ class _UnreadBytes:
         data = b"".join(self._parts)
         self._parts = []
         is_start = bool(self._places) and self._places[0][0] == self._places[0][2] == 0
-        return data, len(_BOM) * (is_start and data.startswith(_BOM))
+        return data, len(self._mark) * (is_start and data.startswith(self._mark))
 
     def _make_line(self, begin: int, end: int, held: list[bytes]) -> Line:
         """Return a row as a line. `end` is the index of its last byte."""

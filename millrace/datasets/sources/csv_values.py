@@ -9,6 +9,8 @@ import orjson
 
 from millrace.datasets.sample import BATCH_BYTES
 
+UTF_8 = "utf-8"
+
 _MAX_COLUMNS = 100  # of rows that are parsed in blocks, since their pattern has all columns
 _SMALL_BLOCK = 16 << 10  # bytes of a block, which grows with the rows up to `BATCH_BYTES`
 _BLOCK_ROWS = 1024  # since each row of a few bytes takes a hundred bytes when it is parsed
@@ -25,20 +27,25 @@ class RowParser:
         names: Names of the columns.
         delimiter: Character between two values.
         columns: Column of each field, by the field's extension; None for whole rows.
-
-    Attributes:
-        delimiter: Character between two values.
+        encoding: Encoding of the file.
     """
 
-    def __init__(self, names: list[str], delimiter: str, columns: Mapping[str, str] | None) -> None:
-        self.delimiter = delimiter
+    def __init__(
+        self,
+        names: list[str],
+        delimiter: str,
+        columns: Mapping[str, str] | None,
+        encoding: str = UTF_8,
+    ) -> None:
+        self._delimiter, self._encoding = delimiter, encoding
         self._names = names
         self._indices = {e: names.index(column) for e, column in (columns or {}).items()}
         # Columns of which the values are taken; all for whole rows.
         self._taken = sorted({*self._indices.values()} or range(len(names)))
-        is_simple = len(names) <= _MAX_COLUMNS and len(delimiter.encode()) == 1
+        mark = delimiter.encode(encoding)
+        is_simple = len(names) <= _MAX_COLUMNS and len(mark) == 1
         self._block_bytes = _SMALL_BLOCK
-        self._table = _compile_table(len(names), self._taken, delimiter) if is_simple else None
+        self._table = _compile_table(len(names), self._taken, mark) if is_simple else None
 
     def parse_block(self, data: bytes, begin: int) -> tuple[list[int], dict[str, list[bytes]]]:
         """Parse some rows from an index on, up to a row with a fault.
@@ -52,7 +59,7 @@ class RowParser:
         block = data[begin : begin + min(self._block_bytes, BATCH_BYTES)]
         if not block.isascii():
             try:
-                block.decode()
+                block.decode(self._encoding)
             except UnicodeDecodeError as error:
                 block = block[: error.start]
         found: list[tuple[bytes, ...]] = self._table.findall(block)
@@ -71,8 +78,11 @@ class RowParser:
                 plain = [one.removesuffix(b"\r") for one in plain]
             values[index] = _unquote(quoted, plain)
         if self._indices:
-            return edges, {extension: values[i] for extension, i in self._indices.items()}
-        texts = zip(*([*map(bytes.decode, column)] for column in values.values()), strict=True)
+            encoded = {i: _encode_again(one, self._encoding) for i, one in values.items()}
+            return edges, {extension: encoded[i] for extension, i in self._indices.items()}
+        encoding = repeat(self._encoding)
+        decoded = ([*map(bytes.decode, column, encoding)] for column in values.values())
+        texts = zip(*decoded, strict=True)
         return edges, {
             "json": [orjson.dumps(dict(zip(self._names, row, strict=True))) for row in texts]
         }
@@ -84,7 +94,7 @@ class RowParser:
             BadValuesError: The row cannot be read, or has another number of values than columns.
         """
         names = self._names
-        values = split_row(decode_row(row), self.delimiter, len(names))
+        values = split_row(decode_row(row, self._encoding), self._delimiter, len(names))
         if len(values) != len(names):
             more = "more values" if len(values) > len(names) else f"{len(values)} values"
             raise BadValuesError(f"{more} for {len(names)} columns")
@@ -93,13 +103,13 @@ class RowParser:
         return {extension: values[i].encode() for extension, i in self._indices.items()}
 
 
-def _compile_table(columns: int, taken: Sequence[int], delimiter: str) -> re.Pattern[bytes]:
+def _compile_table(columns: int, taken: Sequence[int], delimiter: bytes) -> re.Pattern[bytes]:
     """Return the pattern of a row without faults, or else of the rest of the bytes.
 
     Its groups are the row with its newline, and two for each of the taken columns: the value of one
     with quotes, and the value of one without. They are empty for the rest of the bytes.
     """
-    mark = re.escape(delimiter.encode())
+    mark = re.escape(delimiter)
     values = [
         rb'(?:"(%s[^"]*+(?:""[^"]*+)*+)"|(%s(?:[^"\n%s][^\n%s]*+)?+))'
         % (*((b"",) * 2 if index in taken else (b"?:",) * 2), mark, mark)
@@ -118,6 +128,13 @@ def _unquote(quoted: Sequence[bytes], plain: Sequence[bytes]) -> list[bytes]:
     return [q.replace(b'""', b'"') if q else p for q, p in zip(quoted, plain, strict=True)]
 
 
+def _encode_again(values: list[bytes], encoding: str) -> list[bytes]:
+    """Return the values of a column in UTF-8."""
+    if encoding == UTF_8:
+        return values
+    return [one if one.isascii() else one.decode(encoding).encode() for one in values]
+
+
 def compile_row(delimiter: bytes) -> re.Pattern[bytes]:
     """Return the pattern of a row with its newline. A quote is special where a value begins."""
     mark = re.escape(delimiter)
@@ -127,17 +144,20 @@ def compile_row(delimiter: bytes) -> re.Pattern[bytes]:
     return re.compile(rb"%s(?:%s|%s%s)*+\n" % (value, plain, mark, value))
 
 
-def decode_row(row: bytes) -> str:
+def decode_row(row: bytes, encoding: str) -> str:
     """Return a row as text.
 
     Raises:
-        BadValuesError: The row is not UTF-8.
+        BadValuesError: The row has bytes that are no characters of the encoding.
     """
     try:
-        return row.decode()
-    except UnicodeDecodeError:
-        hint = "convert the file, as `iconv -f latin1 -t utf-8` does"
-        raise BadValuesError(f"not UTF-8: {hint}") from None
+        return row.decode(encoding)
+    except UnicodeDecodeError as error:
+        if encoding != UTF_8:
+            code = row[error.start]
+            raise BadValuesError(f"the byte 0x{code:02x} is no character of {encoding}") from None
+        hint = "set `encoding` of a source of the kind `csv`, or convert the file"
+        raise BadValuesError(f"not UTF-8: {hint}, as `iconv -f latin1 -t utf-8` does") from None
 
 
 def split_row(row: str, delimiter: str, most: int) -> list[str]:

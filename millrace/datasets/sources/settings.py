@@ -1,6 +1,9 @@
 """Settings that choose the samples of a source."""
 
+import codecs
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Self, cast
@@ -15,10 +18,14 @@ from pydantic import (
 )
 
 from millrace.datasets.field_names import check_distinct, check_field_name
+from millrace.datasets.sources.csv_values import UTF_8
 from millrace.settings import Duration, Size
 
 MAX_BODY_BYTES = 256 << 20
 """Bytes of bodies that a worker holds, and so the largest limit on the size of a body."""
+
+# Names that Python gives to encodings with one byte for each character, of which ASCII is a part.
+_SINGLE_BYTE = re.compile(r"iso8859-\d+|cp125\d|cp437|cp85[028]|cp866|koi8-[ru]|mac-roman")
 
 # Arguments of `datasets.load_dataset` that the source sets itself, or that choose what code runs.
 _REFUSED_ARGUMENTS = {
@@ -183,6 +190,12 @@ class SourceSettings(BaseModel):
         description="Character between two values of CSV files. By default a tab for files that "
         "end in `.tsv` or `.tab`, and a comma for others.",
     )
+    encoding: str = Field(
+        default=UTF_8,
+        max_length=40,
+        description="Encoding of CSV files: `utf-8`, or one with a byte for each character, such "
+        "as `latin-1`, `windows-1252` or `koi8-r`. Samples have UTF-8.",
+    )
 
     urls: UrlSettings = Field(
         title="List of URLs",
@@ -221,12 +234,31 @@ class SourceSettings(BaseModel):
         check_distinct(columns or {})
         return columns or None
 
+    @field_validator("encoding")
+    @classmethod
+    def _name_encoding(cls, name: str) -> str:
+        """Return the encoding's own name, which a plan has for all of its aliases."""
+        with suppress(LookupError, ValueError):
+            found = codecs.lookup(name).name.removesuffix("-sig")
+            if found == UTF_8 or _SINGLE_BYTE.fullmatch(found):
+                return found
+        raise ValueError(
+            "`encoding` is UTF-8, or one with a byte for each character: ISO 8859, Windows 125x, "
+            "the code pages 437, 850, 852, 858 and 866, KOI8, Mac Roman. Convert other files to "
+            "UTF-8, as `iconv -f utf-16 -t utf-8` does"
+        )
+
     @model_validator(mode="after")
     def _check_csv(self) -> Self:
-        if self.kind is not SourceKind.CSV and (self.header or self.delimiter):
-            raise ValueError("`header` and `delimiter` are for the kind `csv` only")
+        is_default = self.encoding == UTF_8 and not (self.header or self.delimiter)
+        if self.kind is not SourceKind.CSV and not is_default:
+            raise ValueError("`header`, `delimiter` and `encoding` are for the kind `csv` only")
         if self.delimiter is not None and self.delimiter in '"\r\n':
             raise ValueError("`delimiter` cannot be a quote or the end of a line")
+        try:
+            (self.delimiter or "").encode(self.encoding)
+        except UnicodeEncodeError:
+            raise ValueError(f"`delimiter` is no character of {self.encoding}") from None
         return self
 
     @model_validator(mode="after")

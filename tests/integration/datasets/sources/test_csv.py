@@ -1,12 +1,15 @@
 """CSV files give the rows that Python's reader gives, from any cursor."""
 
 import csv
+import encodings.aliases
 import gzip
 import io
 import json
 import secrets
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,21 +68,22 @@ TEXT = st.lists(st.sampled_from([*'a,";\t\n é', "\r\n"]), max_size=8).map("".jo
     ending=st.sampled_from(["\n", "\r\n"]),
     last=st.booleans(),
     delimiter=st.sampled_from([",", ";", "\t", None]),
+    encoding=st.sampled_from(["utf-8", "latin-1", "windows-1252"]),
     extension=st.sampled_from(list(COMPRESS)),
     holdout=st.sampled_from([0.0, 0.5]),
 )
 def test_rows_are_those_that_were_written_from_any_cursor(
-    rows, quoting, ending, last, delimiter, extension, holdout
+    rows, quoting, ending, last, delimiter, encoding, extension, holdout
 ):
     text = io.StringIO()
     writer = csv.writer(text, delimiter=delimiter or ",", quoting=quoting, lineterminator=ending)
     writer.writerows([["x", "y"], *rows])
-    body = text.getvalue().encode()
+    body = text.getvalue().encode(encoding)
     if not last:
         body = body.removesuffix(ending.encode())
     store = make_memory()
     put(store, f"a.csv{extension}", COMPRESS[extension](body))
-    source, parts = read_parts(store, delimiter=delimiter, holdout=holdout)
+    source, parts = read_parts(store, delimiter=delimiter, encoding=encoding, holdout=holdout)
     found = [row for _, part in parts for row in part]
     assert [json.loads(row.fields["json"]) for row in found] == [{"x": x, "y": y} for x, y in rows]
     assert len({row.key for row in found}) == len(found)
@@ -105,7 +109,10 @@ def test_the_rows_of_a_file_of_many_blocks_are_those_of_pythons_reader():
     assert len(parts[1][1]) == pytest.approx(3000, rel=0.2)
 
 
-NOT_UTF8 = "not UTF-8: convert the file, as `iconv -f latin1 -t utf-8` does"
+NOT_UTF8 = (
+    "not UTF-8: set `encoding` of a source of the kind `csv`, or convert the file, as "
+    "`iconv -f latin1 -t utf-8` does"
+)
 
 
 def test_bad_rows_are_quarantined_with_where_and_why():
@@ -178,10 +185,8 @@ def test_a_file_whose_lines_end_in_carriage_returns_is_refused_without_a_header(
         ),
         (b"id,text,id\n1,2,3\n", r"several columns 'id'\. Rename them"),
         (b'"id\n1,2\n', r"its first row cannot be read \(a quote is not closed"),
-        (
-            b"\xff\xfei\0d\0\n",
-            r"its first row cannot be read \(not UTF-8: convert the file, as `iconv",
-        ),
+        (b"\xff\xfei\0d\0\r\0\n\0", "begins with the mark of UTF-16, and `encoding` is utf-8"),
+        (b"id,t\xe9xt\n1,2\n", r"its first row cannot be read \(not UTF-8: set `encoding`"),
         (b"id,text\r1,one\r2,two\r", r"a\.csv.*: its first row has a carriage return.*exclude"),
         (b'"id","text"\r"1","one"\r', "its first row has a carriage return"),
         (b'id,text\r1,"one\r\n"\r2,two\n', "its first row has a carriage return"),
@@ -202,11 +207,75 @@ def test_a_file_without_the_columns_is_refused_before_the_run(extension, body, s
         ({"kind": "parquet", "header": ["a"]}, "for the kind `csv` only"),
         ({"kind": "csv", "delimiter": '"'}, "cannot be a quote"),
         ({"kind": "csv", "delimiter": ",,"}, "at most 1 character"),
+        ({"kind": "csv", "encoding": "utf-16"}, "Convert other files to UTF-8, as `iconv"),
+        ({"kind": "csv", "encoding": "no\0pe"}, "Convert other files to UTF-8"),
+        ({"kind": "jsonl", "encoding": "latin-1"}, "for the kind `csv` only"),
+        ({"kind": "csv", "encoding": "latin-1", "delimiter": "Ł"}, "no character of iso8859-1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         SourceSettings(**given)
+
+
+def test_an_encoding_is_utf8_or_has_a_byte_for_each_character():
+    allowed = set()
+    for name in {*encodings.aliases.aliases.values(), "latin-1", "utf-8-sig", "no such", "a\0b"}:
+        with suppress(ValueError):
+            allowed.add(SourceSettings(kind="csv", encoding=name).encoding)
+    assert {"utf-8", "iso8859-1", "iso8859-15", "cp1252", "cp866", "koi8-r"} < allowed
+    for name in allowed - {"utf-8"}:
+        characters = [bytes([code]).decode(name, "replace") for code in range(256)]
+        assert characters[:128] == [*map(chr, range(128))]
+        for first, second in product(range(256), b'\n",;A~\x81\xa1\xff'):
+            pair = bytes([first, second]).decode(name, "replace")
+            assert pair == characters[first] + characters[second]
+
+
+@pytest.mark.parametrize("columns", [{"txt": "größe", "id": "id"}, None])
+@pytest.mark.parametrize("rows", [1, 30_000])  # few rows are not parsed in blocks
+def test_values_of_another_encoding_become_utf8(columns, rows):
+    store = make_memory()
+    body = "id§größe\r\n" + 'é§"10 €"\r\n' * rows
+    put(store, "a.csv", body.encode("cp1252"))
+    found = read_rows(store, columns=columns, delimiter="§", encoding="Windows-1252")
+    fields = {"txt": "10 €".encode(), "id": "é".encode()}
+    if columns is None:
+        fields = {"json": '{"id":"é","größe":"10 €"}'.encode()}
+    assert [row.fields for row in found] == [fields] * rows
+
+
+def test_bytes_that_are_no_characters_make_no_sample():
+    store = make_memory()
+    put(store, "a.csv", b"id,text\n1,\xe9\n2,\x81\n3,\x80\n")
+    rows = read_rows(store, columns={"txt": "text"}, encoding="cp1252")
+    assert [row.fields["txt"] for row in rows if isinstance(row, Sample)] == [
+        "é".encode(), "€".encode()
+    ]  # fmt: skip
+    (bad,) = (row for row in rows if isinstance(row, BadRow))
+    assert (bad.reason, bad.data) == ("the byte 0x81 is no character of cp1252", b"2,\x81")
+
+
+@pytest.mark.parametrize("mark", ["UTF-8", "UTF-16"])
+@pytest.mark.parametrize("header", [None, ["id", "text"]])
+def test_a_file_with_the_mark_of_another_encoding_is_refused(mark, header):
+    store = make_memory()
+    put(store, "a.csv", "id,text\n1,é\n".encode({"UTF-8": "utf-8-sig", "UTF-16": "utf-16"}[mark]))
+    with pytest.raises(errors.ConfigurationError, match=rf"the mark of {mark}, and `encoding` is"):
+        read_rows(store, header=header, encoding="latin-1")
+
+
+def test_a_plan_pins_an_encoding_other_than_utf8():
+    store = make_memory()
+    put(store, "a.csv", b"id,text\n1,one\n")
+
+    def plan(encoding):
+        chosen, division = SourceSettings(kind="csv", encoding=encoding), Division(1 << 20, 1, 0, 0)
+        return partition_source(chosen, open_files(store.spec), KEYS, division).record.settings
+
+    settings = {"columns": None, "header": None, "delimiter": None}
+    assert plan("utf-8") == plan("UTF8") == settings
+    assert plan("latin-1") == plan("ISO-8859-1") == {**settings, "encoding": "iso8859-1"}
 
 
 HOSTILE = """

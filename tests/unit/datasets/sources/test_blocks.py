@@ -37,7 +37,15 @@ JSON_LINES = [
     b'{"a": "\xff", "b": 1}',
     b'{"a": "\\ud800", "b": 1}',
 ]
-CSV_PARTS = [*(one.encode() for one in 'a,;"\n\ré'), b'""', b"\r\n", b'"x"', b",y\n", b"\xff"]
+CSV_PARTS = [
+    *(one.encode() for one in 'a,;"\n\ré'),
+    b'""',
+    b"\r\n",
+    b'"x"',
+    b",y\n",
+    b"\xff",
+    b"\x81",
+]
 
 
 def read_rows(kind: str, body: bytes, **chosen: object) -> tuple[list[Row], int]:
@@ -83,15 +91,17 @@ def test_json_lines(
     header=st.sampled_from([["u"], ["u", "v"], ["u", "v", "w"]]),
     whole=st.booleans(),
     delimiter=st.sampled_from([",", ";"]),
+    encoding=st.sampled_from(["utf-8", "cp1252"]),
     window=st.sampled_from([7, 1 << 18]),
 )
 def test_csv(
-    parts: list[bytes], header: list[str], whole: bool, delimiter: str, window: int
+    parts: list[bytes], header: list[str], whole: bool, delimiter: str, encoding: str, window: int
 ) -> None:
     body = b"first\n" + b"".join(parts)  # a carriage return in the first row is refused
     chosen = {
         "header": header,
         "delimiter": delimiter,
+        "encoding": encoding,
         "columns": None if whole else {"txt": header[-1], "bin": header[0]},
     }
     with patch.object(csv_values, "BATCH_BYTES", window):
