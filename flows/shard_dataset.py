@@ -100,7 +100,9 @@ def shard_dataset(
         with reserve_upload_slots(execution) as share:
             made = make_shards(settings.model_copy(update={"execution": share}), repair=repair)
     if repair:
-        repair_shards(settings)
+        # A repair uploads one shard at a time.
+        with reserve_upload_slots(ExecutionSettings(workers=0, uploads=1)):
+            repair_shards(settings)
     record_dataset(made.report)
     report_shards(made)
     return made.report

@@ -12,6 +12,7 @@ from prefect.events.schemas.events import ReceivedEvent as Event
 from pydantic import SecretStr
 
 from blocks import HuggingFaceCredentials
+from blocks.server_names import UPLOAD_LIMIT
 from flows.shard_dataset import shard_dataset
 from flows.verify_datasets import verify_datasets
 from millrace.testing.hub import READER, WRITER, HubServer
@@ -145,6 +146,35 @@ def test_verification_finds_a_shard_that_is_gone_and_a_repair_makes_it_again(
     above = prefect_api.call(verify_datasets, bucket=out.parent.as_uri())
     assert above.code == 1
     assert "open that URL" in prefect_api.read_artifacts(above.run)["verified-datasets"]
+
+
+def test_a_repair_holds_one_slot_of_the_limit_on_uploads(
+    prefect_api: PrefectServer,
+    deployed: PrefectServer,
+    tmp_path: Path,
+    folder_source: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    def count_taken(*_: object) -> None:
+        with deployed.make_client() as client:
+            found = client.read_global_concurrency_limit_by_name(UPLOAD_LIMIT)
+        taken.append(found.active_slots)
+
+    monkeypatch.setattr("flows.shard_dataset.repair_shards", count_taken)
+    count_taken()
+    done = prefect_api.call(
+        shard_dataset,
+        dataset="words",
+        source=folder_source,
+        destination=(tmp_path / "out").as_uri(),
+        execution={"workers": 0},
+        repair=True,
+    )
+    assert done.code == 0, done.output
+    before, during = taken
+    assert during - before == 1
 
 
 def read_asset_events(server: PrefectServer, key: str) -> list[Event]:
