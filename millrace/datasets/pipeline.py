@@ -132,8 +132,9 @@ def _make_or_reuse_plan(
         ChangedError: The source cannot be divided, and it differs from that of the committed plan.
         MillraceError: The source cannot be divided.
     """
+    transforms_store = store or _open_for_pinned_transforms(settings)
     try:
-        return make_plan(keys, settings.source, files, settings.sharding, store)
+        return make_plan(keys, settings.source, files, settings.sharding, transforms_store)
     except errors.MillraceError as error:
         committed = None
         if isinstance(files, MirroredFiles) and not files.is_listed:
@@ -142,7 +143,19 @@ def _make_or_reuse_plan(
             if isinstance(error, _DIVISION_ERRORS):
                 _check_source(settings, keys, files, store)
             raise
-    return make_plan(keys, settings.source, files, settings.sharding, store, committed)
+    return make_plan(keys, settings.source, files, settings.sharding, transforms_store, committed)
+
+
+def _open_for_pinned_transforms(settings: PipelineSettings) -> Store | None:
+    """Open the store of a dataset if the settings name digests of files that it may have.
+
+    None if there are no such settings, or if the store cannot be opened: the caller finds out why.
+    """
+    if not any(getattr(one, "digest", None) for one in settings.sharding.transforms):
+        return None
+    with contextlib.suppress(errors.MillraceError):
+        return _open_for_preflight(settings)
+    return None
 
 
 def _check_source(

@@ -16,7 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from millrace import PipelineSettings, errors, shard_dataset
 from millrace.dataset_ledger import iterate_partition_ledgers
-from millrace.datasets import plan_garbage, repair_dataset, stall_watch, verify_dataset
+from millrace.datasets import (
+    plan_garbage,
+    preflight_dataset,
+    repair_dataset,
+    stall_watch,
+    verify_dataset,
+)
 from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import (
     PartitionOpened,
@@ -577,3 +583,16 @@ def test_a_function_that_makes_other_samples_at_each_call_is_named(tmp_path):
     delete(open_store(settings.store), [shard])
     with pytest.raises(errors.ChangedError, match="depends on more than its sample"):
         repair_dataset(other)
+
+
+def test_a_plan_takes_a_file_of_a_transform_from_the_dataset_as_a_run_does(folder):
+    (folder / "clean.py").write_text("def clean(sample):\n    return {'txt': sample['txt']}\n")
+    step = {"kind": "function", "function": f"{folder}/clean.py:clean"}
+    shard_dataset(make_settings(folder, "store", [step]))
+    (folder / "clean.py").unlink()
+    (stored,) = (folder / "store/d/transforms").glob("*.py")
+    settings = make_settings(folder, "store", [{**step, "digest": f"blake3:{stored.stem}"}])
+    assert preflight_dataset(settings)[1].refusals == ()
+    assert shard_dataset(settings).was_complete
+    with pytest.raises(errors.NotFoundError, match="set `digest` to take the file"):
+        preflight_dataset(make_settings(folder, "store", [step]))
