@@ -78,8 +78,7 @@ def command(name: str, words: Words) -> Callable[[Site], Any]:
     """Return the act of a flow: a command, its exit code, and what is left of our objects."""
 
     def act(site: Site) -> Any:
-        run = judge_dataset if name in {"run", "verify"} else invoke
-        code = run(site, words(site))
+        code = _JUDGES.get(name, invoke)(site, words(site))
         left = [
             key
             for key in site.list_unwritten()
@@ -109,6 +108,21 @@ def judge_dataset(site: Site, words: list[str]) -> list[Any]:
     whole = ("12 shards of 12 as the manifest says", "12 shards verified, 0 made again")
     is_whole = any(text in line for text in whole for line in site.said)
     return [0 if site.junk and code == 1 and strays and is_whole else code, odd]
+
+
+def judge_status(site: Site, words: list[str]) -> list[Any]:
+    """Run `status` of a URL; return its exit code and whether it prints only text.
+
+    The exit code is 1 where a hostile object has the name of a plan: it is named as a dataset that
+    cannot be read, and the dataset beside it is shown.
+    """
+    code, odd = invoke(site, words)
+    is_named = any(" cannot be read: " in line for line in site.said)
+    is_shown = any(line.startswith("sets/words: complete") for line in site.said)
+    return [0 if site.junk and code == 1 and is_named and is_shown else code, odd]
+
+
+_JUDGES = {"run": judge_dataset, "verify": judge_dataset, "status": judge_status}
 
 
 def _url(site: Site, below: str = "") -> str:
