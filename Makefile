@@ -63,7 +63,8 @@ docs: .venv/dev
 	$(BIN)/python -m docs.generate
 
 # If a process of pytest dies, the run fails, and names the test. With a new process, it would hang.
-PYTEST := $(BIN)/python -m pytest --max-worker-restart 0
+# A test that hangs fails after 20 minutes.
+PYTEST := $(BIN)/python -m pytest --max-worker-restart 0 --timeout 1200
 
 # Tests write many small files. In memory, that takes a tenth less time, where there is room.
 unit test: export TMPDIR := $(or $(TMPDIR),$(shell df --output=avail /dev/shm 2>/dev/null | awk \

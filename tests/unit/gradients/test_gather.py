@@ -251,6 +251,8 @@ def test_a_worker_that_warms_up_is_checked_and_not_taken(store):
 
 
 def test_a_complete_window_waits_for_who_warms_up_until_half_of_its_time(store):
+    now = datetime.now(UTC)  # the module may have been read long before
+    early = replace(OPEN, opens=now - timedelta(minutes=1), closes=now + timedelta(hours=1))
     send(store, "0")
     heard: list[Event] = []
 
@@ -259,8 +261,6 @@ def test_a_complete_window_waits_for_who_warms_up_until_half_of_its_time(store):
         if len(heard) == 1:  # the window is complete
             send(store, "7")
 
-    now = datetime.now(UTC)  # the module may have been read long before
-    early = replace(OPEN, opens=now, closes=now + timedelta(hours=1))
     found = gather(early, workers(store, 0), QUICK, observed=workers(store, 7), progress=send_later)
     assert found.excluded["7"].reason is ExclusionReason.WARM_UP
     found = gather(HEDGED, workers(store, 0), QUICK, observed=workers(store, 8))
