@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         apply_retention,
         pin,
         plan_retention,
+        read_pins,
         unpin,
     )
     from millrace.checkpoints.saving import PendingSave, Saver
@@ -101,6 +102,7 @@ __all__ = [
     "plan_retention",
     "quarantine",
     "read_checkpoint",
+    "read_pins",
     "survey",
     "unpin",
     "verify",
@@ -142,6 +144,7 @@ _MODULES = {
     "load_into": "loading",
     "open_destination": "destinations",
     "pin": "retention",
+    "read_pins": "retention",
     "plan_retention": "retention",
     "apply_retention": "retention",
     "open_content": "contents",

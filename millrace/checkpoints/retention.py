@@ -23,7 +23,7 @@ from millrace.deletion import DeletionPhase, DeletionResult, PlannedObject, dele
 from millrace.formatting import format_count, format_size
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
-from millrace.records import commit_once, iterate_records, list_numbers
+from millrace.records import commit_once, iterate_records, list_numbers, read_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
 from millrace.storage import Stat, Store, delete_one, list_objects
 
@@ -91,6 +91,15 @@ def unpin(store: Store, job: str, step: int) -> None:
         DeniedError: The credentials may not delete the pin.
     """
     delete_one(store, CheckpointKeys(job).make_pin_key(step))
+
+
+def read_pins(store: Store, job: str, steps: Iterable[int]) -> dict[int, str]:
+    """Return the reason of each pinned step among these. An unreadable pin also counts."""
+    keys = CheckpointKeys(job)
+    pins = read_records(store, ((step, keys.make_pin_key(step), Pin) for step in steps))
+    return {
+        step: _UNREADABLE_PIN if isinstance(one, Exception) else one.reason for step, one in pins
+    }
 
 
 def plan_retention(
@@ -322,6 +331,7 @@ def apply_youngest_time(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
     return replace(stat, last_modified=when)
 
 
+_UNREADABLE_PIN = "it has a pin that cannot be read"
 _NEEDED = "a rule or a checkpoint needs it by now"
 _UNREADABLE_REASON = "another checkpoint cannot be read, and may refer to its files"
 
@@ -404,7 +414,7 @@ def _iterate_pinned(
     ):
         step = by_key[stat.key]
         if isinstance(pin, errors.CorruptError):
-            yield step, "it has a pin that cannot be read"
+            yield step, _UNREADABLE_PIN
         else:
             yield step, f"pinned: {pin.reason}"
 

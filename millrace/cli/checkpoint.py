@@ -114,30 +114,39 @@ def _explain_no_job(store: "Store") -> str:
 
 
 def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
-    from millrace.checkpoints import VerifyDepth, survey
+    from millrace.checkpoints import VerifyDepth, list_steps, read_pins, survey
     from millrace.checkpoints import verify as verify_checkpoint
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
-    table = make_table("step", "files", "bytes", "saved", "run", "state")
+    pins = read_pins(store, job, list_steps(store, job))
+    table = make_table("step", "files", "bytes", "saved", "run", "state", *["pin"] * bool(pins))
     faults: list[str] = []
     rows: list[dict[str, object]] = []
     depth = VerifyDepth.DIGESTS if with_digests else VerifyDepth.SIZES
     for step, found in survey(store, job):
+        note = [pins.get(step, "")] if pins else []
         if isinstance(found, errors.CorruptError):
             faults.append(str(found))
-            rows.append({"step": step, "state": "unreadable", "faults": [str(found)]})
-            table.add_row(str(step), "", "", "", "", "unreadable")
+            rows.append(
+                {
+                    "step": step, "state": "unreadable", "pin": pins.get(step),
+                    "faults": [str(found)],
+                }
+            )  # fmt: skip
+            table.add_row(str(step), "", "", "", "", "unreadable", *note)
             continue
         damage = verify_checkpoint(store, found, check=depth)
         faults += damage.values()
         state = "damaged" if damage else "verified" if with_digests else "all files there"
         files, saved = len(found.parts), f"{found.saved:%Y-%m-%d %H:%M}"
-        table.add_row(str(step), str(files), format_size(found.size), saved, found.run, state)
+        size = format_size(found.size)
+        table.add_row(str(step), str(files), size, saved, found.run, state, *note)
         rows.append(
             {
                 "step": step, "files": files, "bytes": found.size, "saved": found.saved,
-                "run": found.run, "state": state, "faults": list(damage.values()),
+                "run": found.run, "state": state, "pin": pins.get(step),
+                "faults": list(damage.values()),
             }
         )  # fmt: skip
     if not rows:

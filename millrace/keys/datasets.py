@@ -17,7 +17,7 @@ _INDEX = (
 )
 DATASET_KEY = re.compile(
     rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
-    r"|transforms/[0-9a-f]{64}\.(?:py|jsonl?|csv|tsv)"
+    r"|transforms/[0-9a-f]{64}\.(?:py|jsonl?|csv|tsv|parquet)"
     r"|quarantine/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.jsonl"
     r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.[a-z]+"
     rf"|{_INDEX})"
@@ -213,7 +213,7 @@ class DatasetKeys:
 
         Args:
             digest: Digest of the bytes. The key has all of its digits.
-            extension: ``py``, ``json``, ``jsonl``, ``csv`` or ``tsv``.
+            extension: ``py``, ``json``, ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
         """
         return f"{self.transforms}{get_hex(digest)}.{extension}"
 

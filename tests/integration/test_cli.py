@@ -25,7 +25,7 @@ from millrace.progress_bar import BytesBar
 from millrace.records import commit_once
 from millrace.schemas.checkpoint import Vote
 from millrace.settings import load_settings
-from millrace.storage import list_objects, open_store, put
+from millrace.storage import delete_one, list_objects, open_store, put
 from millrace.swarm.progress_events import PrewarmProgressed
 from millrace.testing.process import REPOSITORY, find_free_ports
 
@@ -269,6 +269,13 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run, tmp_path):
     assert shown == "Step 1 of job is pinned: the paper's model\n"
     again = run("checkpoint", "pin", url, "job", "1")
     assert again == shown
+    put(open_store(url), CheckpointKeys("job").make_pin_key(2), b"junk")
+    shown = CliRunner().invoke(main, ["checkpoint", "list", url, "job", "--json"])
+    assert {row["step"]: row["pin"] for row in json.loads(shown.stdout)} == {
+        1: "the paper's model", 2: "it has a pin that cannot be read", 3: None
+    }  # fmt: skip
+    assert re.search(r"\bpin\b", run("checkpoint", "list", url, "job"))
+    delete_one(open_store(url), CheckpointKeys("job").make_pin_key(2))
     assert "step 1 stays: pinned: the paper's model" in run(*retain)
     assert load(open_store(url), "job", step=1).checkpoint.step == 1
     assert "Step 1 of job has no pin." in run("checkpoint", "unpin", url, "job", "1")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from itertools import chain
 
 from millrace.datasets.field_names import BadFieldError, check_distinct
 from millrace.datasets.formats.base import read_field
@@ -9,18 +10,20 @@ from millrace.datasets.sample import BadRow, LargeFile, Row, Sample
 from millrace.datasets.sources.csv_rows import CsvSource
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.jsonl import JsonLinesSource
+from millrace.datasets.sources.parquet import ParquetSource, divide_row_groups
 from millrace.datasets.sources.sample_table import split_name
 from millrace.datasets.sources.table import FileTable
 from millrace.datasets.transforms.base import make_bad_row
 from millrace.datasets.transforms.fields import NO_TYPES
 from millrace.datasets.transforms.settings import JoinSettings
 from millrace.errors import ConfigurationError
-from millrace.formatting import clean_text
-from millrace.schemas.dataset import ByteRange, FileRef
+from millrace.formatting import clean_text, format_size
+from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
 from millrace.storage.read import READ_BLOCK_SIZE
 
 _NAME = "__name__"  # field of a table's row with the name of its sample; no sample can have it
 _MAX_NAME = 4096  # bytes of a field that names a row
+_MAX_HELD_BYTES = 512 << 20  # of a table's names and fields, since parquet is compressed
 
 Table = Mapping[str, Mapping[str, bytes]]
 
@@ -135,10 +138,15 @@ def _load_table(
         ConfigurationError: The table cannot be read, or two of its rows have one name.
     """
     rows: dict[str, Mapping[str, bytes]] = {}
-    names = _iterate_rows(body, location, {_NAME: column}, {})
-    fields = _iterate_rows(body, location, dict(columns) or None, dict(types))
-    for named, values in zip(names, fields, strict=True):
-        name = named[_NAME].decode(errors="surrogateescape")
+    held = 0
+    for named, values in _iterate_named(body, location, column, dict(columns), dict(types)):
+        held += len(named) + sum(map(len, values.values()))
+        if held > _MAX_HELD_BYTES:
+            raise ConfigurationError(
+                f"{location} has more than {format_size(_MAX_HELD_BYTES)} in its rows, which each "
+                "worker holds. Name the needed columns with `columns`, or divide the table."
+            )
+        name = named.decode(errors="surrogateescape")
         if are_files and (parts := split_name(name.removeprefix("./"))):
             name = ".".join(parts)  # the extension in lower case, as samples have it
         if name in rows:
@@ -152,6 +160,23 @@ def _load_table(
     return rows
 
 
+def _iterate_named(
+    body: bytes, location: str, column: str, columns: Mapping[str, str], types: Mapping[str, str]
+) -> Iterator[tuple[bytes, Mapping[str, bytes]]]:
+    """Yield the name and the fields of each row of a table.
+
+    Raises:
+        ConfigurationError: The table or one of its rows cannot be read.
+    """
+    if columns:
+        for row in _iterate_rows(body, location, {_NAME: column, **columns}, types):
+            yield row.pop(_NAME), row
+        return
+    names = _iterate_rows(body, location, {_NAME: column}, {})
+    for named, row in zip(names, _iterate_rows(body, location, None, types), strict=True):
+        yield named[_NAME], row
+
+
 def _iterate_rows(
     body: bytes, location: str, columns: dict[str, str] | None, types: Mapping[str, str]
 ) -> Iterator[dict[str, bytes]]:
@@ -160,13 +185,19 @@ def _iterate_rows(
     Raises:
         ConfigurationError: The table or one of its rows cannot be read.
     """
-    file = FileRef(path=location, size=len(body), etag="table")
     files = _TableBytes(body)
-    if location.lower().endswith(".jsonl"):
+    file = FileRef(path=location, size=len(body), etag="table")
+    ranges: Sequence[SourceRange] = [ByteRange(file=file, file_index=0, start=0, end=file.size)]
+    name = location.lower()
+    if name.endswith(".parquet"):
+        source = ParquetSource(files, columns, types=types)
+        table = FileTable.collect([(location, file.size, file.etag)])
+        ranges = divide_row_groups(files, table, file.size, columns)
+    elif name.endswith(".jsonl"):
         source = JsonLinesSource(files, None, columns, types=types)
     else:
         source = CsvSource(files, None, columns, None, None, types=types)
-    for row in source.iterate_rows(ByteRange(file=file, file_index=0, start=0, end=len(body)), 0):
+    for row in chain.from_iterable(source.iterate_rows(one, 0) for one in ranges):
         if isinstance(row, BadRow):
             raise ConfigurationError(
                 f"{location}: a row of the table cannot be read ({row.reason}): "

@@ -24,6 +24,15 @@ _FUNCTION = re.compile(r"(?P<where>[^:].*):(?P<name>[A-Za-z_]\w*)")
 FieldName = Annotated[str, AfterValidator(check_field_name)]
 """Name of a field: an extension that webdataset reads back."""
 
+FileDigest = Annotated[
+    OwnDigest | None,
+    Field(
+        description="Digest that the file or the installed module must have. A machine without the "
+        "file takes the file with this digest from the dataset."
+    ),
+]
+"""Digest of the file or the module of a transform."""
+
 
 class FilterSettings(BaseModel):
     """Settings of the transform that keeps the samples that meet all of its conditions."""
@@ -106,13 +115,9 @@ class JoinSettings(BaseModel):
     kind: Literal["join"] = Field(default="join", description="`join`.")
     table: str = Field(
         description="Path or URL of the table, such as `./metadata.csv`: CSV or TSV with a header, "
-        "or JSON lines (`.jsonl`), of at most 128 MiB. The bytes are stored in the dataset."
+        "JSON lines (`.jsonl`) or parquet, of at most 128 MiB. The bytes are stored in the dataset."
     )
-    digest: OwnDigest | None = Field(
-        default=None,
-        description="Digest that the table must have. A machine without the file takes the file "
-        "with this digest from the dataset.",
-    )
+    digest: FileDigest = None
     column: str = Field(
         default="file_name",
         description="Column that names the sample of a row: one of its files, such as "
@@ -138,9 +143,10 @@ class JoinSettings(BaseModel):
     @field_validator("table")
     @classmethod
     def _check_table(cls, table: str) -> str:
-        if PurePosixPath(table).suffix.lower() not in {".csv", ".tsv", ".jsonl"}:
+        if PurePosixPath(table).suffix.lower() not in {".csv", ".tsv", ".jsonl", ".parquet"}:
             raise ValueError(
-                f"{table!r} is no table that can be read: name a file .csv, .tsv or .jsonl"
+                f"{table!r} is no table that can be read: name a file .csv, .tsv, .jsonl or "
+                ".parquet"
             )
         return table
 
@@ -168,11 +174,7 @@ class FunctionSettings(BaseModel):
         "returns a dict, a list of dicts, or None to drop the sample. A second argument "
         "gets a `random.Random` with a seed of the sample's own."
     )
-    digest: OwnDigest | None = Field(
-        default=None,
-        description="Digest that the file or the module must have. A machine without the file "
-        "takes the file with this digest from the dataset.",
-    )
+    digest: FileDigest = None
 
     @field_validator("function")
     @classmethod
@@ -212,11 +214,7 @@ class TokenizeSettings(BaseModel):
         "`./tokenizer.json`, `s3://bucket/tokenizer.json` or `https://...`. The bytes are stored "
         "in the dataset."
     )
-    digest: OwnDigest | None = Field(
-        default=None,
-        description="Digest that the tokenizer must have. A machine without the file takes the "
-        "file with this digest from the dataset.",
-    )
+    digest: FileDigest = None
     field: FieldName = Field(
         default="txt",
         description="Field with the text. The field `tokens` replaces it: little-endian integers "

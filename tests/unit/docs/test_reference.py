@@ -177,7 +177,10 @@ def build_names():
     yield from (dataset.block_digests, dataset.card, dataset.readme)
     yield from (
         dataset.make_sample_list_key("train-00000", DIGEST),
-        *(dataset.make_transform_key(DIGEST, e) for e in ("py", "json", "csv", "tsv", "jsonl")),
+        *(
+            dataset.make_transform_key(DIGEST, e)
+            for e in ("py", "json", "csv", "tsv", "jsonl", "parquet")
+        ),
         make_seek_point_key(dataset.make_seek_points_prefix(3), 7),
         dataset.make_member_index_key(3),
         dataset.make_file_digests_key("0" * 32),

@@ -1,11 +1,16 @@
 """Rows of a table that are added to samples."""
 
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
 from millrace import errors
 from millrace.datasets.sample import BadRow, LargeFile, Sample
 from millrace.datasets.transforms import JoinSettings
+from millrace.datasets.transforms import join as join_module
 from millrace.datasets.transforms.join import JoinTransform
 
 CSV = b'file_name,caption\ncats/1.jpg,"a cat, asleep"\ncats/2.JPG,two\ndogs/3,three\n'
@@ -75,6 +80,35 @@ def test_a_table_of_tabs_is_read_by_its_extension():
     assert row.fields["json"] == b'{"file_name":"cats/1.jpg","caption":"a, b"}'
 
 
+def make_parquet(**columns):
+    body = io.BytesIO()
+    pq.write_table(pa.table(columns), body, row_group_size=2)
+    return body.getvalue()
+
+
+def test_a_table_of_parquet_gives_the_fields_of_a_parquet_source():
+    table = make_parquet(id=[6, 7, 8], caption=["six", "seven", ""], boxes=[[1], [1, 2], []])
+    columns = {"txt": "caption", "boxes.json": "boxes"}
+    options = {"name": "m.PARQUET", "column": "id", "field": "id", "columns": columns}
+    assert join(make_sample(id=b"7"), table, **options).fields == {
+        "jpg": b"pixels", "id": b"7", "txt": b"seven", "boxes.json": b"[1,2]"
+    }  # fmt: skip
+    table = make_parquet(file_name=["cats/1.jpg", "b.jpg", "c.jpg"], label=[1, 2, 3])
+    row = join(make_sample(), table, "m.parquet")
+    assert row.fields["json"] == b'{"file_name":"cats/1.jpg","label":1}'
+    assert (
+        join(make_sample("c"), table, "m.parquet", columns={"cls": "label"}).fields["cls"] == b"3"
+    )
+
+
+@pytest.mark.parametrize("columns", [None, {"txt": "caption"}])
+def test_a_table_that_is_larger_than_the_memory_for_it_is_refused(monkeypatch, columns):
+    monkeypatch.setattr(join_module, "_MAX_HELD_BYTES", 40)
+    table = make_parquet(file_name=["1.jpg", "2.jpg"], caption=["a" * 16, "b" * 16])
+    with pytest.raises(errors.ConfigurationError, match="more than 40 bytes in its rows"):
+        join(make_sample("1"), table, "m.parquet", columns=columns)
+
+
 def test_a_sample_without_a_row_is_quarantined_dropped_or_kept():
     sample = make_sample("cats/9")
     assert join(sample) == BadRow("cats/9", "the table has no row for 'cats/9'", b"pixels", 5)
@@ -121,6 +155,11 @@ def test_a_sample_with_two_rows_is_quarantined():
         (b'{"id": 1}\n', "m.jsonl", {}, "a row of the table cannot be read"),
         (b"[{}]\n", "m.jsonl", {}, "a row of the table cannot be read"),
         (CSV, "m.csv", {"columns": {"txt": "text"}}, "has no column 'text'"),
+        (CSV, "m.parquet", {}, "m.parquet is no parquet file, or is damaged"),
+        (b"", "m.parquet", {}, "m.parquet is no parquet file, or is damaged"),
+        (make_parquet(id=[1]), "m.parquet", {}, "no column 'file_name'"),
+        (make_parquet(file_name=["1", None]), "m.parquet", {}, "'file_name' is null"),
+        (make_parquet(file_name=[]), "m.parquet", {}, "m.parquet has no rows"),
     ],
 )
 def test_a_table_that_cannot_be_joined_is_refused_with_a_sentence(table, name, options, message):
@@ -137,7 +176,7 @@ def test_a_field_compares_whole_values():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"table": "m.parquet"}, "name a file .csv, .tsv or .jsonl"),
+        ({"table": "m.xlsx"}, "name a file .csv, .tsv, .jsonl or .parquet"),
         ({"table": "m.csv", "columns": {}}, "at least 1 item"),
         ({"table": "m.csv", "columns": {"a": "x", "A": "y"}}, "upper and lower case"),
         ({"table": "m.csv", "missing": "ignore"}, "'quarantine', 'drop' or 'keep'"),
