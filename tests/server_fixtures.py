@@ -11,10 +11,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from botocore.exceptions import ClientError
 
 from millrace.testing.gcs import GCSServer
 from millrace.testing.hub import HubServer
@@ -117,10 +120,24 @@ def hub(server_folder: Path) -> Iterator[HubServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def bucket_client(rgw: RGW) -> Any:
+    """A client of boto3 with the rights of `rgw.full`."""
+    return rgw.make_client(rgw.full)
+
+
 @pytest.fixture
-def bucket(rgw: RGW) -> str:
-    """A bucket of `rgw`, and so of `r2`, made for one test, that `rgw.full` owns."""
-    return rgw.create_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
+def bucket(rgw: RGW, bucket_client: Any) -> Iterator[str]:
+    """A bucket of `rgw`, and so of `r2`, made for one test, that `rgw.full` owns.
+
+    Its large objects are deleted after the test, since RGW keeps them in memory.
+    """
+    name = rgw.create_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
+    yield name
+    with suppress(ClientError):  # the test has deleted the bucket, or denied the access to it
+        for stat in bucket_client.list_objects_v2(Bucket=name).get("Contents", ()):
+            if stat["Size"] > 1_000_000:
+                bucket_client.delete_object(Bucket=name, Key=stat["Key"])
 
 
 @pytest.fixture(scope="session")
