@@ -78,11 +78,22 @@ class _SizeOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument
 
 
 class NounGroup(click.Group):
-    """Group of commands. Its help keeps the lines of the examples."""
+    """Group of commands. Its help keeps the lines of the examples, and whole sentences."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.help = _keep_lines(self.help)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first sentence of each command, in as many lines as it needs."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [
+            (name, command.get_short_help_str(limit=1000))
+            for name, command in commands.items()
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def _keep_lines(text: str | None) -> str | None:

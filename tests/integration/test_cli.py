@@ -92,6 +92,7 @@ def test_help_names_every_command(run):
     for noun, verbs in nouns.items():
         shown = run(noun, "--help")
         assert "\n  Example:" in shown
+        assert "..." not in shown.partition("\nCommands:\n")[2]  # each sentence is whole
         for verb in verbs:
             assert f"\n  {verb} " in shown
             assert f"Example: millrace {verb if noun == 'dataset' else noun} " in run(
