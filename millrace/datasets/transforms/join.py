@@ -10,7 +10,6 @@ from millrace.datasets.sample import BadRow, LargeFile, Row, Sample
 from millrace.datasets.sources.csv_rows import CsvSource
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.jsonl import JsonLinesSource
-from millrace.datasets.sources.parquet import ParquetSource, divide_row_groups
 from millrace.datasets.sources.sample_table import split_name
 from millrace.datasets.sources.table import FileTable
 from millrace.datasets.transforms.base import make_bad_row
@@ -190,6 +189,11 @@ def _iterate_rows(
     ranges: Sequence[SourceRange] = [ByteRange(file=file, file_index=0, start=0, end=file.size)]
     name = location.lower()
     if name.endswith(".parquet"):
+        from millrace.datasets.sources.parquet import (  # noqa: PLC0415 - imports pyarrow
+            ParquetSource,
+            divide_row_groups,
+        )
+
         source = ParquetSource(files, columns, types=types)
         table = FileTable.collect([(location, file.size, file.etag)])
         ranges = divide_row_groups(files, table, file.size, columns)
