@@ -8,7 +8,11 @@ float32 without its sign are in the order of the magnitude.)
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
 
 from millrace.gradients.codec.compiling import compile_once
 
@@ -17,6 +21,7 @@ _MANTISSA = np.int32(0x007FFFFF)
 _HIDDEN = np.int32(0x00800000)
 _STEP, _BELOW = np.int32(1 << 20), np.int32(1 << 23)  # an eighth of an exponent, and a whole one
 _ONES = np.array([(~byte & (byte + 1)).bit_length() - 1 for byte in range(256)], np.uint8)
+_LANES = 16  # values of a streaming store, which is aligned to its size: a line of the cache
 _LLOYD = 16  # steps: more than the border needs to settle
 
 # Faults of encoded bytes; 0 means no fault.
@@ -353,6 +358,49 @@ def _read_gap(body: Any, width: Any, size: int, waiting: Any, held: Any, at: int
     return (ones << np.int64(width)) + rest, waiting >> width, held - width, at
 
 
+@intrinsic
+def _stream_line(_typing: Any, target: Any, index: Any, source: Any, first: Any) -> Any:
+    """Copy 16 values to aligned memory, past the cache.
+
+    A usual store first reads the line that it overwrites, so this one takes half of the traffic.
+
+    Args:
+        target: Aligned array, contiguous: float32.
+        index: Index of the first copy in the flat target, a multiple of 16.
+        source: Contiguous vector: float32.
+        first: Index of the first value in the vector, at which its memory is aligned.
+    """
+    if target.layout != "C" or source.layout != "C":
+        raise TypingError("Lines are copied between contiguous arrays.")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.FloatType(), _LANES).as_pointer()
+
+        def find_line(number: int) -> Any:
+            array = cgutils.create_struct_proxy(signature.args[number])
+            begin = array(context, builder, arguments[number]).data
+            return builder.bitcast(builder.gep(begin, [arguments[number + 1]]), line)
+
+        values = builder.load(find_line(2), align=4 * _LANES)
+        store = builder.store(values, find_line(0), align=4 * _LANES)
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), generate
+
+
+@intrinsic
+def _finish_streams(_typing: Any) -> Any:
+    """Wait until other threads see all lines of `_stream_line`."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @njit(nogil=True, forceinline=True)
 def _has_left_over(body: Any, waiting: Any, held: Any, at: int) -> bool:
     """Decide whether bits of the codes are left over after the last distance."""
@@ -420,11 +468,15 @@ def decode_chunks(
     word = np.empty(1, np.uint32)
     table = np.empty(2 * levels, np.float32)
     bit = np.int64(first) * bits
+    # A chunk is filled in the first cache, and then copied. Of the copy, only zeros remain.
+    chunk = np.zeros(size + _LANES, np.float32)
+    start = (-chunk.ctypes.data // 4) % _LANES
+    taken = np.empty(k, np.uint16)
+    is_aligned = size % _LANES == 0 and out.ctypes.data % (4 * _LANES) == 0
     for row in range(rows):
         _fill_levels(high[row], ratio[row], levels, word, table)
-        out[row, :] = 0.0
         index = np.int64(-1)
-        for _ in range(k):
+        for j in range(k):
             gap, waiting, held, at = _read_gap(body, width, size, waiting, held, at)
             if gap < 0:
                 return -gap
@@ -432,8 +484,17 @@ def decode_chunks(
             if index >= size:
                 return TOO_FAR
             counts[gap] += 1
-            out[row, index] = table[(np.int64(packed[bit >> 3]) >> (bit & 7)) & mask]
+            taken[j] = index
+            chunk[start + index] = table[(np.int64(packed[bit >> 3]) >> (bit & 7)) & mask]
             bit += bits
+        if is_aligned:
+            for i in range(0, size, _LANES):
+                _stream_line(out, row * size + i, chunk, start + i)
+        else:
+            out[row, :] = chunk[start : start + size]
+        for j in range(k):
+            chunk[start + taken[j]] = 0.0
+    _finish_streams()
     return LEFT_OVER if _has_left_over(body, waiting, held, at) else 0
 
 

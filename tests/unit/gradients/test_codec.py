@@ -46,6 +46,19 @@ codecs = st.builds(
 )
 
 
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_a_gradient_is_decoded_into_memory_of_any_alignment(offset: int) -> None:
+    shape = (300, 700)
+    body = encode(drawn(shape), Codec())
+    room = torch.full((300 * 700 + 64,), 7.0)
+    begin = (-room.data_ptr() // 4) % 16 + offset
+    out = room[begin : begin + 300 * 700].view(shape)
+    decoded = Decoder(Codec()).decode(body, shape, out=out)
+    assert decoded.data_ptr() == out.data_ptr()
+    assert torch.equal(out, decode(body, shape, Codec()))
+    assert set(room[:begin].tolist()) | set(room[begin + 300 * 700 :].tolist()) == {7.0}
+
+
 def drawn(shape: tuple[int, ...], seed: int = 0, kind: str = "gauss") -> torch.Tensor:
     dice = np.random.default_rng(seed)
     kinds = {
