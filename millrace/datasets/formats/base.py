@@ -113,7 +113,7 @@ class BatchEncoder(ShardEncoder, Protocol):
     """Encoder that also takes many samples at once, at a fraction of the cost."""
 
     def prepare_batch(self, batch: RowBatch) -> Sequence[int]:
-        """Prepare samples, and return the size that the shard would have after each of them.
+        """Prepare samples, and return the largest size of the shard up to each of them.
 
         The shard is not changed. A later call of this method or of `prepare` replaces the samples.
 

@@ -42,11 +42,13 @@ from millrace.datasets.formats.values import (
     check_array,
     check_names,
     check_text,
+    check_texts,
     encode_key,
+    encode_keys,
     parse_float,
     parse_int,
 )
-from millrace.datasets.sample import Sample
+from millrace.datasets.sample import RowBatch, Sample
 from millrace.errors import ConfigurationError
 from millrace.keys.datasets import DatasetKeys
 from millrace.memory import map_anonymous
@@ -195,6 +197,8 @@ class ParquetEncoder:
         self._values_size = 0
         self._columns = _PackedColumns(self._schema.types)
         self._prepared: tuple[list[Value], int] | None = None
+        self._batch: list[Sequence[Value]] = []  # values of each column
+        self._batch_sizes: Any = np.zeros(0, np.int64)  # of the values up to each sample
         self._shard: memoryview | None = None
 
     @property
@@ -205,7 +209,8 @@ class ParquetEncoder:
         of the pages, the page index and the footer can add. So a shard is never larger than the
         limit. A shard of texts has about a quarter of the limit, since texts are compressed.
         """
-        return self._compute_bound(self.samples, self._values_size)
+        page_rows = _compute_page_rows(self.samples, self._values_size)
+        return self._compute_bound(self.samples, self._values_size, page_rows)
 
     def prepare(self, sample: Sample) -> int:
         """Prepare a sample, and return the size that the shard would have with the sample.
@@ -235,7 +240,8 @@ class ParquetEncoder:
                 raise BadSampleError(f"the field {name!r} {error}") from error
             size += bound(len(raw))
         self._prepared = row, size
-        return self._compute_bound(self.samples + 1, self._values_size + size)
+        samples, size = self.samples + 1, self._values_size + size
+        return self._compute_bound(samples, size, _compute_page_rows(samples, size))
 
     def append(self) -> None:
         """Append the sample that was prepared last."""
@@ -245,6 +251,53 @@ class ParquetEncoder:
         self._prepared = None
         self._columns.append(row, size)
         self.samples += 1
+        self._values_size += size
+
+    def prepare_batch(self, batch: RowBatch) -> Sequence[int]:
+        """Prepare samples, and return the largest size of the shard up to each of them.
+
+        A shard can be smaller with a further sample, if pages then have more rows.
+
+        Raises:
+            BadSampleError: A field of a sample has no type or does not fit its type.
+        """
+        self._batch = []
+        if not batch.columns.keys() <= self._fields.keys():
+            raise BadSampleError("a field of a sample has no type")
+        keys = encode_keys(batch.keys)
+        columns: list[Sequence[Value]] = [keys]
+        sizes: Any = np.fromiter(map(len, keys), np.int64, len(keys)) + 5
+        for name, check, bound in self._rules:
+            values = batch.columns.get(name)
+            if values is None:
+                columns.append([None] * len(batch))
+                sizes += 1
+                continue
+            lengths: Any = np.fromiter(map(len, values), np.int64, len(values))
+            if lengths.max(initial=0) > _MAX_VALUE:
+                raise BadSampleError(f"the field {name!r} is too long for a parquet value")
+            columns.append(_check_all(check, values))
+            sizes += bound(lengths)
+        self._batch = columns
+        self._batch_sizes = np.cumsum(sizes)
+        samples = np.arange(self.samples + 1, self.samples + 1 + len(batch))
+        ends = self._values_size + self._batch_sizes
+        page_rows = np.clip(samples * _PAGE_BYTES // ends, 1, _PAGE_ROWS)
+        bounds: Any = self._compute_bound(samples, ends, page_rows)
+        return np.maximum.accumulate(bounds).tolist()
+
+    def append_batch(self, count: int) -> None:
+        """Append the first samples of the prepared batch.
+
+        Raises:
+            ValueError: So many samples are not prepared.
+        """
+        if not self._batch or not 0 < count <= len(self._batch[0]):
+            raise ValueError("Prepare a batch before its samples are appended.")
+        size = int(self._batch_sizes[count - 1])
+        self._columns.extend([values[:count] for values in self._batch], size)
+        self._batch = []
+        self.samples += count
         self._values_size += size
 
     def close(self) -> memoryview:
@@ -269,6 +322,7 @@ class ParquetEncoder:
             self._buffer = map_anonymous(self._capacity)
         self._columns = _PackedColumns(self._schema.types)
         self._prepared = None
+        self._batch = []
         self.samples = 0
         self._values_size = 0
 
@@ -292,11 +346,11 @@ class ParquetEncoder:
                     pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=rows
                 )
 
-    def _compute_bound(self, samples: int, values_size: int) -> int:
+    def _compute_bound(self, samples: Any, values_size: Any, page_rows: Any) -> Any:
+        """Compute `size` of numbers, or of arrays of them."""
         columns = len(self._schema.names)
         groups = _count_groups(samples)
         # The last row group has up to `groups` more rows than the others.
-        page_rows = _compute_page_rows(samples, values_size)
         pages = samples // page_rows + 2 * groups + groups // page_rows
         return (
             _FILE_OVERHEAD
@@ -330,6 +384,20 @@ class _PackedColumns:
         """
         for unpacked, value in zip(self._unpacked, row, strict=True):
             unpacked.append(value)
+        self._note_unpacked(size)
+
+    def extend(self, columns: Iterable[Sequence[Value]], size: int) -> None:
+        """Append rows, as `append` does.
+
+        Args:
+            columns: Values of each column.
+            size: Bytes of the values.
+        """
+        for unpacked, values in zip(self._unpacked, columns, strict=True):
+            unpacked.extend(values)
+        self._note_unpacked(size)
+
+    def _note_unpacked(self, size: int) -> None:
         self._unpacked_size += size
         if self._unpacked_size >= _UNPACKED_BYTES:
             self._unpacked_size = 0
@@ -474,6 +542,18 @@ def _keep(data: bytes) -> bytes:
     return data
 
 
+def _check_all(check: Callable[[bytes], Value], values: Sequence[bytes]) -> Sequence[Value]:
+    """Return the values of a column.
+
+    Raises:
+        BadSampleError: A value is not of the column's type.
+    """
+    if check is check_text:
+        check_texts(values)
+        return values
+    return values if check is _keep else [check(value) for value in values]
+
+
 _ARROW_TYPES: Mapping[FieldType, pa.DataType] = {
     FieldType.BYTES: pa.binary(),
     FieldType.STR: pa.string(),
@@ -498,24 +578,27 @@ _CHECKS: Mapping[FieldType, Callable[[bytes], Value]] = {
 }
 
 
-def _bound_text(size: int) -> int:
+# Each computes the most bytes of a value, or of an array of values, by their lengths.
+
+
+def _bound_text(size: Any) -> Any:
     return size + 5  # a length of 4 bytes, and at most one byte of levels
 
 
-def _bound_number(size: int) -> int:
+def _bound_number(size: Any) -> Any:
     del size
     return 9
 
 
-def _bound_uint16(size: int) -> int:
+def _bound_uint16(size: Any) -> Any:
     return size * 2 + size // 4 + 2  # parquet has no integers of 16 bits; 3 bits of levels
 
 
-def _bound_uint32(size: int) -> int:
+def _bound_uint32(size: Any) -> Any:
     return size + size // 8 + 2
 
 
-_BOUNDS: Mapping[FieldType, Callable[[int], int]] = {
+_BOUNDS: Mapping[FieldType, Callable[[Any], Any]] = {
     FieldType.BYTES: _bound_text,
     FieldType.STR: _bound_text,
     FieldType.JSON: _bound_text,

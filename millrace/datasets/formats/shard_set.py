@@ -88,7 +88,7 @@ class ShardSet:
             for encoder in self._batch_encoders:
                 encoder.append_batch(count)
             self.samples += count
-            self.size = max(one[count - 1] for one in sizes)
+            self.size = max(encoder.size for encoder in self._encoders)
         return count
 
     @property

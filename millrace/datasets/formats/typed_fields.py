@@ -6,13 +6,18 @@ could not decode. The messages of the refusals follow the name of the field.
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import filterfalse
 from typing import Any
 
 import orjson
 
 from millrace.datasets.formats.base import BadSampleError, read_field
-from millrace.datasets.formats.values import check_array, check_text, parse_float, parse_int
+from millrace.datasets.formats.values import (
+    check_array,
+    check_text,
+    check_texts,
+    parse_float,
+    parse_int,
+)
 from millrace.datasets.sample import LargeFile
 
 FieldData = bytes | LargeFile
@@ -40,8 +45,7 @@ def encode_all(encode: FieldEncoder, values: Sequence[bytes]) -> Sequence[FieldD
         BadSampleError: A field is not of its type.
     """
     if encode is encode_text:
-        for text in filterfalse(bytes.isascii, values):
-            check_text(text)
+        check_texts(values)
         return values
     return values if encode is keep_bytes else [encode(value) for value in values]
 

@@ -8,7 +8,8 @@ import operator
 import re
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import filterfalse
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -72,6 +73,16 @@ def check_text(data: bytes) -> bytes:
         except UnicodeDecodeError as error:
             raise BadSampleError(f"is no UTF-8 text: {error}") from error
     return data
+
+
+def check_texts(texts: Iterable[bytes]) -> None:
+    """Check many texts. No Python code runs for those of ASCII.
+
+    Raises:
+        BadSampleError: A text is no UTF-8.
+    """
+    for text in filterfalse(bytes.isascii, texts):
+        check_text(text)
 
 
 def parse_int(data: bytes) -> int:

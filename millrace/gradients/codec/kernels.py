@@ -5,10 +5,10 @@ Magnitudes are compared and summed as integers, so every machine gets the same b
 float32 without its sign are in the order of the magnitude.)
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # pyright: ignore[reportMissingTypeStubs]
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
@@ -23,6 +23,9 @@ _STEP, _BELOW = np.int32(1 << 20), np.int32(1 << 23)  # an eighth of an exponent
 _ONES = np.array([(~byte & (byte + 1)).bit_length() - 1 for byte in range(256)], np.uint8)
 _LANES = 16  # values of a streaming store, which is aligned to its size: a line of the cache
 _LLOYD = 16  # steps: more than the border needs to settle
+
+_intrinsic: Any = intrinsic
+_make_proxy = cast("Any", cgutils).create_struct_proxy
 
 # Faults of encoded bytes; 0 means no fault.
 ENDED, TOO_FAR, LEFT_OVER = 1, 2, 3
@@ -358,7 +361,7 @@ def _read_gap(body: Any, width: Any, size: int, waiting: Any, held: Any, at: int
     return (ones << np.int64(width)) + rest, waiting >> width, held - width, at
 
 
-@intrinsic
+@_intrinsic
 def _stream_line(_typing: Any, target: Any, index: Any, source: Any, first: Any) -> Any:
     """Copy 16 values to aligned memory, past the cache.
 
@@ -377,7 +380,7 @@ def _stream_line(_typing: Any, target: Any, index: Any, source: Any, first: Any)
         line = ir.VectorType(ir.FloatType(), _LANES).as_pointer()
 
         def find_line(number: int) -> Any:
-            array = cgutils.create_struct_proxy(signature.args[number])
+            array = _make_proxy(signature.args[number])
             begin = array(context, builder, arguments[number]).data
             return builder.bitcast(builder.gep(begin, [arguments[number + 1]]), line)
 
@@ -390,7 +393,7 @@ def _stream_line(_typing: Any, target: Any, index: Any, source: Any, first: Any)
     return types.void(target, types.intp, source, types.intp), generate
 
 
-@intrinsic
+@_intrinsic
 def _finish_streams(_typing: Any) -> Any:
     """Wait until other threads see all lines of `_stream_line`."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, islice
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from millrace import errors
 from millrace.datasets.formats import parquet as parquet_format
 from millrace.datasets.formats.base import BadSampleError, Fields, FieldType, ShardFormat
 from millrace.datasets.formats.parquet import PagesFormat, ParquetEncoder, ParquetFormat
-from millrace.datasets.sample import LargeFile, Sample
+from millrace.datasets.sample import LargeFile, RowBatch, Sample, batch_rows
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ManifestShard
 from tests.support.examples import scale_examples
@@ -87,6 +88,37 @@ def make_texts(count: int, size: int = 200) -> list[Sample]:
         Sample(f"00000-{n:010d}", {"txt": f"{n} {rng.randbytes(size // 2).hex()}".encode()}, n + 1)
         for n in range(count)
     ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_with_null_values_and_of_any_size_give_the_bytes_of_single_samples(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    single, batched = (ParquetFormat().make_encoder(ALL, 1024) for _ in range(2))
+    for number in range(8):
+        # Pages have up to 1 MiB: after a large sample, they have more rows with each small one.
+        sizes = [rng.choice([0, 10, 1000, 100_000]) for _ in range(rng.randrange(1, 300))]
+        names = rng.sample(["bin", "id.json", "txt"], rng.randrange(1, 4))
+        samples = [
+            Sample(f"{number}-{n}", dict.fromkeys(names, b"7" * (size + 1)) | {"cls": b"1"}, n)
+            for n, size in enumerate(sizes)
+        ]
+        left = iter(samples)
+        for batch in batch_rows(iter(samples)):
+            is_batch = isinstance(batch, RowBatch)
+            prepared = batched.prepare_batch(batch) if is_batch else [batched.prepare(batch)]
+            expected = list[int]()
+            for sample in islice(left, len(prepared)):
+                expected.append(single.prepare(sample))
+                single.append()
+            assert prepared == [*accumulate(expected, max)]
+            if is_batch:
+                batched.append_batch(len(batch))
+            else:
+                batched.append()
+        assert (batched.samples, batched.size) == (single.samples, single.size)
+    assert bytes(batched.close()) == bytes(single.close())
 
 
 @settings(max_examples=scale_examples(60))

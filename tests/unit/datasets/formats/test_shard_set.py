@@ -58,7 +58,9 @@ def fill_by_batches(
     return found
 
 
-@pytest.mark.parametrize("formats", [("mds",), ("litdata",), ("litdata", "mds")])
+@pytest.mark.parametrize(
+    "formats", [("mds",), ("litdata", "mds"), ("parquet",), ("parquet", "mds")]
+)
 @pytest.mark.parametrize(("shard_bytes", "shard_samples"), [(1, 1000), (5000, 1000), (9000, 17)])
 def test_batches_fill_the_same_shards_as_single_samples(
     formats: tuple[str, ...], shard_bytes: int, shard_samples: int
