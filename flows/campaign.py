@@ -10,7 +10,7 @@ from flows.release_machines import release_machines
 from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
-from millrace.campaigns import Campaign, CampaignLease, CampaignSummary, Training
+from millrace.campaigns import Campaign, CampaignLease, CampaignSummary, PublishedWeights, Training
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
@@ -37,16 +37,18 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     # A start that finds the campaign held leaves the report of the other one.
     held = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
     with held as lease, campaign_tasks.report_failure(campaign):
-        run_stages(plan, campaign, lease)
+        published = run_stages(plan, campaign, lease)
     with campaign_tasks.report_failure(campaign):
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
-    summary = campaign_tasks.summarize_campaign(campaign, cleaned)
+    summary = campaign_tasks.summarize_campaign(campaign, cleaned, published)
     campaign_tasks.report_campaign(summary)
     return summary
 
 
-def run_stages(plan: CampaignPlan, campaign: Campaign, lease: CampaignLease) -> None:
+def run_stages(
+    plan: CampaignPlan, campaign: Campaign, lease: CampaignLease
+) -> PublishedWeights | None:
     """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if publish is not None:
@@ -66,7 +68,8 @@ def run_stages(plan: CampaignPlan, campaign: Campaign, lease: CampaignLease) -> 
         train(plan, training, lease)
         campaign_tasks.check_gradients_taken(training)
         if publish is not None:
-            publish_weights(plan, training, publish, lease)
+            return publish_weights(plan, training, publish, lease)
+    return None
 
 
 def check_destination(publish: PublishSettings) -> None:
@@ -98,7 +101,7 @@ def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:
 
 def publish_weights(
     plan: CampaignPlan, training: Training, publish: PublishSettings, lease: CampaignLease
-) -> None:
+) -> PublishedWeights:
     """Publish the weights after the last window; damaged ones are made again from the chain."""
     lease.refuse_if_lost()
     aggregate = make_aggregator(plan, training, lease)
@@ -110,3 +113,4 @@ def publish_weights(
         get_run_logger().warning("The final weights are made again: %s", format_error(error))
         campaigns.repair_final_weights(training, aggregate)
         save_checkpoint(source, publish.job, publish.bucket, publish.hub)
+    return PublishedWeights(publish.make_spec().url, publish.job, step)

@@ -181,6 +181,11 @@ def _make_rows(found: CampaignSummary) -> dict[str, str]:
             f"epoch {epoch}: {f'step {step:,}' if step is not None else 'none'}"
             for epoch, step in found.epoch_steps.items()
         )
+    if (weights := found.published) is not None:
+        rows["Weights"] = format_markdown(
+            "step {:,} of {} in {}", weights.step, format_code(weights.job),
+            format_code(weights.url),
+        )  # fmt: skip
     if found.machines:
         rows["Machines"] = f"{found.machines:,} rented, ${found.dollars:.2f}"
     if found.deleted_objects:

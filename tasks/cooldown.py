@@ -131,13 +131,12 @@ def _write_headline(url: str, job: str, epoch: int, status: EpochStatus) -> Mark
         )  # fmt: skip
     senders = [one for one in status.ended.values() if one.sent]
     longest = max((one.seconds for one in senders), default=0.0)
-    uploaders = format_count(len(senders), "member") + " that lived"
-    if longest:
-        uploaders += f" at {format_rate(status.checkpoint.size, longest)}"
+    rate = f" at {format_rate(status.checkpoint.size, longest)}" if longest else ""
     return format_markdown(
-        "{} ended with **step {:,}**: {} in {}, {}, uploaded by {}.",
+        "{} ended with **step {:,}**: {} in {}, {}, uploaded{} by {} that finished.",
         subject, status.epoch.step, format_size(status.checkpoint.size),
-        format_count(len(status.checkpoint.parts), "file"), by, uploaders,
+        format_count(len(status.checkpoint.parts), "file"), by, rate,
+        format_count(len(senders), "member"),
     )  # fmt: skip
 
 

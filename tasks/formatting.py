@@ -8,8 +8,8 @@ __all__ = ["format_count", "format_duration", "format_rate", "format_size", "mak
 
 
 def format_rate(count: float, seconds: float) -> str:
-    """Format bytes per second: ``85.0 MB/s``."""
-    return f"{count / max(seconds, 1e-9) / 1e6:.1f} MB/s"
+    """Format bytes per second: ``85.0 MB/s``, ``12.3 kB/s``."""
+    return f"{format_size(count / max(seconds, 1e-9))}/s"
 
 
 def format_duration(seconds: float) -> str:

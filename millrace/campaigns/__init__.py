@@ -23,7 +23,7 @@ from millrace.campaigns.progress import (
     repair_final_weights,
 )
 from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
-from millrace.campaigns.summary import CampaignSummary, summarize_campaign
+from millrace.campaigns.summary import CampaignSummary, PublishedWeights, summarize_campaign
 from millrace.campaigns.workers import (
     CampaignWorkers,
     await_workers,
@@ -39,6 +39,7 @@ __all__ = [
     "LocalWorkerOptions",
     "LocalWorkerProcesses",
     "MergedWindows",
+    "PublishedWeights",
     "RentedWorkerOptions",
     "RunAggregator",
     "Training",

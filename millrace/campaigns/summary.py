@@ -23,6 +23,21 @@ _CLOCK_TOLERANCE = timedelta(minutes=1)  # of a leader's clock against that of t
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """Destination of the final weights.
+
+    Attributes:
+        url: URL of the bucket or of the repository.
+        job: Job of the checkpoint there.
+        step: Step of the checkpoint.
+    """
+
+    url: str
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class CampaignSummary:
     """Summary of a campaign so far, by what is committed.
 
@@ -42,6 +57,7 @@ class CampaignSummary:
         epoch_steps: Step of the checkpoint of each ended epoch; None where it has none.
         machines: Number of machines that were rented.
         dollars: Cost of the machines.
+        published: Destination of the final weights; None before they are published.
         deleted_objects: Number of objects that this run has deleted.
         seconds: Duration of this run.
     """
@@ -60,24 +76,32 @@ class CampaignSummary:
     epoch_steps: Mapping[int, int | None] = field(default_factory=dict[int, int | None])
     machines: int = 0
     dollars: float = 0.0
+    published: PublishedWeights | None = None
     deleted_objects: int = 0
     seconds: float = 0.0
 
 
 def summarize_campaign(
-    campaign: Campaign, cleaned: CleanupResult | CleanupPlan | None = None
+    campaign: Campaign,
+    cleaned: CleanupResult | CleanupPlan | None = None,
+    published: PublishedWeights | None = None,
 ) -> CampaignSummary:
     """Summarize a campaign so far.
 
     Args:
         campaign: Campaign.
         cleaned: Result of its cleaning, if there was one.
+        published: Destination of the final weights, if they were published.
     """
     deleted_objects = cleaned.deleted_objects if isinstance(cleaned, CleanupResult) else 0
     seconds = round(monotonic() - campaign.started_at, 1)
     store, dataset = open_store(campaign.read_store, make_folder=False), campaign.dataset
     found = CampaignSummary(
-        campaign.name, store.url, deleted_objects=deleted_objects, seconds=seconds
+        campaign.name,
+        store.url,
+        published=published,
+        deleted_objects=deleted_objects,
+        seconds=seconds,
     )
     if dataset is not None and exists(store, DatasetKeys(dataset).manifest):
         manifest = fetch(store, DatasetKeys(dataset).manifest, Manifest)

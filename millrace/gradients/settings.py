@@ -152,7 +152,8 @@ class WindowOptions(BaseModel):
         title="Length of a window",
         default=timedelta(minutes=20),
         gt=timedelta(0),
-        description="Length of a window.",
+        description="Time between the opening of a window and its merge, in which the workers "
+        "train and upload their gradients.",
     )
     gather: GatherSettings = Field(
         title="Gathering",

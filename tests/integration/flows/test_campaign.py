@@ -149,6 +149,7 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     assert f"{EPOCHS * WINDOWS} windows trained, the loss from 5." in report
     assert f"| Gradients | {EPOCHS * WINDOWS * WORKERS}: " in report
     assert "epoch 0: step 6, epoch 1: step 12" in report
+    assert f"| Weights | step 12 of `small/final` in `{store.as_uri()}` |" in report
     assert "![the loss over the windows](data:image/svg+xml" in report
     for name, _ in made[:-1]:
         assert re.search(rf"\| \[{re.escape(name)}\]\(http://127.0.0.1:\d+/runs/flow-run/[-0-9a-f]+\)"
