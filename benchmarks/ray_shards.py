@@ -115,7 +115,7 @@ def start_driver(
 def run_once(corpus: Corpus, system: str, nodes: int) -> dict[str, float]:
     """Run a system on a new rig, and return its figures."""
     with start_cluster(corpus, nodes) as (rig, store, ray):
-        used = _read_cpu_seconds(rig)
+        used = rig.read_cpu_seconds()
         with (
             PeakMemory(rig, is_ray_worker) as memory,
             start_driver(rig.nodes[0], system, store, ray) as driver,
@@ -125,22 +125,9 @@ def run_once(corpus: Corpus, system: str, nodes: int) -> dict[str, float]:
         if driver.returncode:
             raise RigError(f"{system} on {nodes} nodes ended with exit code {driver.returncode}.")
         figures = json.loads(last)
-        cpu = figures["cpu"] + _read_cpu_seconds(rig) - used
+        cpu = figures["cpu"] + rig.read_cpu_seconds() - used
     rate = corpus.size / 1e6 / figures["seconds"]
     return dict(zip(METRICS, (rate, cpu / corpus.size * 1e9, memory.peak / 1e6), strict=True))
-
-
-def _read_cpu_seconds(rig: Rig) -> float:
-    """Return the CPU time of the nodes' living processes, and of their ended children."""
-    ticks = 0
-    for host in rig.nodes:
-        for pid in host.list_pids():
-            try:
-                stat = Path(f"/proc/{pid}/stat").read_text()
-            except OSError:
-                continue
-            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
-    return ticks / 100
 
 
 def main() -> None:

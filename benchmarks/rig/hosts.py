@@ -38,6 +38,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
+from benchmarks.common import read_cpu_seconds
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -376,6 +378,10 @@ class Rig:
         tbf = f"tbf rate {mbit}mbit burst 128kb latency 50ms"
         for device in (TO_FAR, TO_NEAR):
             self._switch.call(_run_batch, "tc", [f"qdisc replace dev {device} root {tbf}"])
+
+    def read_cpu_seconds(self) -> float:
+        """Return the CPU time of the nodes' living processes, and of their ended children."""
+        return sum(read_cpu_seconds(pid) for node in self.nodes for pid in node.list_pids())
 
     def read_link_bytes(self) -> tuple[int, int]:
         """Return the bytes of TCP payload that the link between the zones has sent.

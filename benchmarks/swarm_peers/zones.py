@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from benchmarks.common import read_cpu_seconds
 from benchmarks.rig import Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.order import Order, read_order
@@ -82,11 +83,11 @@ def run_zones(
         }
         options = {"nodes": nodes, "encrypted": encrypted}
         order = Order(store.make_config(), list(keys), str(destination), "", options)
-        cpu_seconds = sum(_read_cpu_seconds(agent.pid) for agent in agents)
+        cpu_seconds = sum(read_cpu_seconds(agent.pid) for agent in agents)
         command = [sys.executable, "-m", "benchmarks.swarm_peers.zones"]
         output = rig.nodes[0].run(command, stdin=order.format_line(), env=secret, timeout=TIMEOUT)
         after = sum(rig.read_link_bytes()) if rig.far else 0
-        cpu_seconds = sum(_read_cpu_seconds(agent.pid) for agent in agents) - cpu_seconds
+        cpu_seconds = sum(read_cpu_seconds(agent.pid) for agent in agents) - cpu_seconds
     seconds = json.loads(output.splitlines()[-1])
     return ZoneFigures(
         tuple(seconds[host.name] for host in rig.nodes),
@@ -94,12 +95,6 @@ def run_zones(
         after - before,
         cpu_seconds,
     )
-
-
-def _read_cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a running process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
