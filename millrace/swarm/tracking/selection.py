@@ -98,14 +98,14 @@ class UploaderSelector:
         return moved
 
     def is_blocked(self, node: NodeState) -> bool:
-        """Tell whether no holder has a slot for any piece that a node may fetch.
+        """Tell whether a node may fetch pieces, and no holder has a slot for any of them.
 
         False if a holder may have one.
         """
         transfers = self.transfers
-        if node.trust.avoids_any:
-            return False
         needed = node.lacked & ~node.transfers.incoming_bits
+        if node.trust.avoids_any or not needed:
+            return False
         while found := transfers.available & needed:
             bit = found & -found
             if self.copies.pieces[bit.bit_length() - 1].candidates & transfers.free:

@@ -60,9 +60,8 @@ class SlotFiller:
         """Fill the slots of waiting nodes. The nodes that lack most pieces come first."""
         for node in self._waiting_nodes.take_most_lacking():
             if self._is_blocked(node):  # `fill` would only move pieces within the queue
-                self._uploader_selector.skip_blocked(node, MAX_CANDIDATES)
-                if node.queues.fetches:
-                    self._waiting_nodes.mark(node)
+                node.queues.fetches.rotate(-MAX_CANDIDATES)
+                self._waiting_nodes.mark(node)
             else:
                 self.fill(node, now)
 
