@@ -33,8 +33,9 @@ from tests.support.flows.renting import RENT
 
 RENTED_WORKERS: dict[str, Any] = {
     "kind": "rented", "request": RENT["request"], "vast": "payer", "prewarm": False,
-    "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT1S"},
+    "repo_url": "https://example.org/x", "timeouts": {"poll_interval": "PT0.2S"},
 }  # fmt: skip
+QUICK = timedelta(milliseconds=100)
 
 
 def test_machines_are_rented_listed_and_released(
@@ -235,8 +236,7 @@ def test_a_program_that_has_never_worked_is_tried_twice(
         name="fleet",
         store=StoreSpec(url=tmp_path.as_uri()),
         account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
-        timeouts=RentalTimeouts(retry_failed=True, poll_interval=timedelta(milliseconds=100)),
-        **RENT,
+        **{**RENT, "timeouts": RentalTimeouts(retry_failed=True, poll_interval=QUICK)},
     )
 
     @flow
@@ -260,8 +260,7 @@ def test_a_program_that_ended_too_early_runs_again_when_the_campaign_is_started_
         name="fleet",
         store=StoreSpec(url=tmp_path.as_uri()),
         account=VastAccount(api_key=SecretStr(key), server_url=vast.url),
-        timeouts=RentalTimeouts(poll_interval=timedelta(milliseconds=100)),
-        **RENT,
+        **{**RENT, "timeouts": RentalTimeouts(poll_interval=QUICK)},
     )
 
     @flow

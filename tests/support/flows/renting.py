@@ -13,6 +13,7 @@ from tests.prefect_server import PrefectServer
 RENT = {
     "request": {"max_hourly": 2.0, "max_total": 10.0},
     "program": {"repo_url": "https://example.org/x", "command": ["true"]},
+    "timeouts": {"poll_interval": "PT0.2S"},
 }
 
 
