@@ -26,8 +26,8 @@ BLOCK_SIZE = 2**20
 _SHARE_TOLERANCE = 0.3  # relative; ranges of a source are in one split as a whole
 _PARTIAL_FILE = re.compile(r"#\d+$")  # unfinished file of a killed process; no store lists it
 _SHARD_NAME = re.compile(r"shards/[a-z]+/(?P<split>[a-z]+)/(?P=split)-\d{5}-\d{6}\.\w+")
-_COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-(?P<number>\d{6})\.json")
-_PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})-end\.json")
+_COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})/(?P<number>\d{6})\.json")
+_PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})/end\.json")
 _METADATA_NAME = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
 _BLOCK_LIST_NAME = re.compile(r".+/checkpoints/step_\d{9,}/block_digests/[^/]+")
 

@@ -16,7 +16,10 @@ _INDEX = (
     rf"|{_PAGE_INDEX.replace('?P<column>', '?:').replace('?P<number>', '?:')}|{_PAGE_LAYOUTS})"
 )
 DATASET_KEY = re.compile(
-    rf"(?P<scope>{NAME_PATTERN}?)/(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin|(?:partitions|commits)/[^/]+\.jsonl?"
+    rf"(?P<scope>{NAME_PATTERN}?)/"
+    r"(?:(?:plan|plan-removed|manifest|index|card)\.json|README\.md|block_digests\.bin"
+    r"|partitions/(?:[^/]+\.jsonl?|[0-9]{5,18}/[0-9]{19}\.json)"
+    r"|commits/[a-z]+-[0-9]{5,18}/(?:[0-9]{6,18}|end)\.json"
     r"|transforms/[0-9a-f]{64}\.(?:py|jsonl?|csv|tsv|parquet)"
     r"|quarantine/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.jsonl"
     r"|shards/[a-z]+/[a-z]+/[a-z]+-[0-9]{5,18}-[0-9]{6,18}(?:-[0-9a-f]{16})?\.[a-z]+"
@@ -26,11 +29,12 @@ DATASET_KEY = re.compile(
 
 The shortest scope counts, since the folder of an index is no dataset.
 """
-_PARTITION = re.compile(r"[a-z]+-[0-9]{5,18}")
-_SEEK_POINT = re.compile(r"[0-9]{5,18}-(?P<cursor>[0-9]{19})\.json")
+_SEEK_POINT = re.compile(r"[0-9]{5,18}/[0-9]{19}\.json")
 _MEMBER_INDEX = re.compile(r"[0-9]{5,18}-members\.jsonl")
 _FILE_DIGESTS = re.compile(r"digests-[0-9a-f]{32}\.json")
 _COMMIT_NAME = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})-(?P<number>[0-9]{6,18})")
+_COMMIT = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})/(?P<number>[0-9]{6,18})\.json")
+_END = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})/end\.json")
 _STORED_SHARD = re.compile(rf"{_COMMIT_NAME.pattern}(?:-[0-9a-f]{{16}})?")
 
 
@@ -83,15 +87,15 @@ def _name_column(column: str) -> str:
     return f"column_{blake2b(column.encode(), digest_size=8).hexdigest()}"
 
 
-def make_seek_point_key(prefix: str, cursor: int) -> str:
-    """Return the key of a seek point, from the prefix of its file. Keys are in order of cursors."""
-    return f"{prefix}{cursor:019d}.json"
+def make_seek_point_key(folder: str, cursor: int) -> str:
+    """Return the key of a seek point, from the folder of its file. Keys are in order of cursors."""
+    return f"{folder}/{cursor:019d}.json"
 
 
-def parse_seek_point(prefix: str, key: str) -> int | None:
+def parse_seek_point(folder: str, key: str) -> int | None:
     """Return the cursor in the key of a seek point of a file; None for other keys."""
-    match = _SEEK_POINT.fullmatch(key.rpartition("/")[2])
-    return int(match["cursor"]) if match and key.startswith(prefix) else None
+    match = re.fullmatch(r"/([0-9]{19})\.json", key.removeprefix(folder))
+    return int(match[1]) if match and key.startswith(folder) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +221,13 @@ class DatasetKeys:
         """
         return f"{self.transforms}{get_hex(digest)}.{extension}"
 
-    def make_seek_points_prefix(self, file_index: int) -> str:
-        """Return the prefix of the seek points of a compressed file.
+    def make_seek_points_folder(self, file_index: int) -> str:
+        """Return the folder of the seek points of a compressed file.
 
         Args:
             file_index: Index of the file in the source's listing.
         """
-        return f"{self.partition_notes}{file_index:05d}-"
+        return f"{self.partition_notes}{file_index:05d}"
 
     def make_member_index_key(self, file_index: int) -> str:
         """Return the key of the index of a tar file's members.
@@ -277,15 +281,19 @@ class DatasetKeys:
 
     def make_commit_key(self, name: CommitName) -> str:
         """Return the key of a commit."""
-        return f"{self.commits}{name}.json"
+        return f"{self.make_commits_prefix(name.partition)}{name.number:06d}.json"
 
     def make_commits_prefix(self, partition: str) -> str:
-        """Return the prefix of a partition's commits and of its end record."""
-        return f"{self.commits}{partition}-"
+        """Return the prefix of a partition's commits and of its end record.
+
+        It is a folder. A local folder is always listed as a whole, and may be that of 100,000
+        partitions.
+        """
+        return f"{self.commits}{partition}/"
 
     def make_end_key(self, partition: str) -> str:
         """Return the key of a partition's end record."""
-        return f"{self.commits}{partition}-end.json"
+        return f"{self.make_commits_prefix(partition)}end.json"
 
     def make_quarantine_key(self, name: CommitName, digest: str = "") -> str:
         """Return the key of the quarantined rows of a commit.
@@ -298,10 +306,10 @@ class DatasetKeys:
 
     def parse_commit(self, key: str) -> "CommitName | None":
         """Return the name of the commit that has this key; None for other keys."""
-        stem = key.removeprefix(self.commits)
-        if stem == key or not stem.endswith(".json"):
+        match = _COMMIT.fullmatch(key.removeprefix(self.commits))
+        if match is None or not key.startswith(self.commits):
             return None
-        return CommitName.parse(stem.removesuffix(".json"))
+        return CommitName(match["partition"], int(match["number"]))
 
     def is_shard_or_quarantine(self, key: str) -> bool:
         """Decide whether a key is that of a shard, or of the quarantined rows of a commit."""
@@ -337,8 +345,5 @@ class DatasetKeys:
 
     def parse_end(self, key: str) -> str | None:
         """Return the partition whose end record has this key; None for other keys."""
-        stem = key.removeprefix(self.commits)
-        if stem == key or not stem.endswith("-end.json"):
-            return None
-        partition = stem.removesuffix("-end.json")
-        return partition if _PARTITION.fullmatch(partition) else None
+        match = _END.fullmatch(key.removeprefix(self.commits))
+        return match["partition"] if match and key.startswith(self.commits) else None

@@ -132,7 +132,7 @@ class CompressedRange(_FileBytes):
     a fraction, and rows have the same order as cursors.
 
     Attributes:
-        seek_points: Prefix of the keys of the file's seek points.
+        seek_points: Folder of the file's seek points in the store of the dataset.
     """
 
     kind: Literal["compressed"] = "compressed"

@@ -115,16 +115,16 @@ def _iterate_steps(files: SourceFiles, file: FileRef, position: int, block: int)
 
 def _find_state(store: Store, source_range: CompressedRange, cursor: int) -> DecoderState:
     """Return the last stored state before a cursor; that of the beginning if there is none."""
-    prefix = source_range.seek_points
+    folder = source_range.seek_points
     if cursor == 0:
         return DecoderState()
-    cursors = (parse_seek_point(prefix, stat.key) for stat in list_objects(store, prefix))
+    cursors = (parse_seek_point(folder, stat.key) for stat in list_objects(store, f"{folder}/"))
     found = max((one for one in cursors if one is not None and one <= cursor), default=None)
     if found is None:
         return DecoderState()
     # Another process may have deleted the seek point. A damaged one is as if there were none.
     with contextlib.suppress(errors.NotFoundError, errors.CorruptError):
-        point = fetch(store, make_seek_point_key(prefix, found), SeekPoint)
+        point = fetch(store, make_seek_point_key(folder, found), SeekPoint)
         file = source_range.file
         is_same = point.file == file if file.etag else point.file.size == file.size
         if is_same and point.cursor == found:

@@ -160,10 +160,10 @@ def divide_files(
         if not file.size:
             continue
         if not reason and find_compression(file.path):
-            prefix = keys.make_seek_points_prefix(number)
+            folder = keys.make_seek_points_folder(number)
             ranges.append(
                 CompressedRange(
-                    file=file, file_index=number, start=0, end=file.size, seek_points=prefix
+                    file=file, file_index=number, start=0, end=file.size, seek_points=folder
                 )
             )
             continue

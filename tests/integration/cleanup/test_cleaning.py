@@ -125,7 +125,7 @@ class Filling:
             orphans=self.dice.randrange(3), hours=self.draw_hours(),
         )  # fmt: skip
         for cursor in range(self.dice.randrange(3)):
-            prefix = DatasetKeys(name).make_seek_points_prefix(0)
+            prefix = DatasetKeys(name).make_seek_points_folder(0)
             self.place.put(make_seek_point_key(prefix, cursor), hours=self.draw_hours())
         for key in (f"transforms/{'0f' * 32}.py", *USERS):
             self.place.put(f"{name}/{key}", hours=self.draw_hours())

@@ -83,7 +83,7 @@ def test_a_kill_while_the_store_fails_changes_nothing(
 def test_a_write_whose_answer_is_lost_is_written_once(
     case: Case, r2: R2Proxy, references: References
 ) -> None:
-    written = ["plan.json", "/lease/", "/shards/", "/commits/", "-end.json", "manifest.json"]
+    written = ["plan.json", "/lease/", "/shards/", "/commits/", "/end.json", "manifest.json"]
     for key in written:
         r2.fail_next(Fault.LOST, 1, "PUT", key)
     case.run_undisturbed()

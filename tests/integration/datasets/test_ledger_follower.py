@@ -77,7 +77,7 @@ def test_a_follower_reports_what_the_run_itself_reports(tmp_path: Path) -> None:
 def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     shard_dataset(config)
-    ends = sorted((tmp_path / "store/words/commits").glob("*-end.json"))
+    ends = sorted((tmp_path / "store/words/commits").glob("*/end.json"))
     later = ends[-1].read_bytes()
     ends[-1].unlink()
     followed = Events()
@@ -85,11 +85,11 @@ def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None
     follower.poll()
     assert [one.partitions for one in followed if isinstance(one, PartitionsPending)] == [1]
     ends[-1].write_bytes(later)
-    (tmp_path / "store/words/commits/train-00000-000099.json").write_bytes(b"damaged")
+    (tmp_path / "store/words/commits/train-00000/000099.json").write_bytes(b"damaged")
     follower.poll()
     assert count(followed, ShardCommitted) == 0
     assert [one.partition for one in followed if isinstance(one, PartitionEnded)] == [
-        ends[-1].name.removesuffix("-end.json")
+        ends[-1].parent.name
     ]
     assert follower.make_report(config, 1.0, 0.0).new_shards == 0
 

@@ -593,7 +593,7 @@ def test_a_commit_of_a_partition_that_the_new_plan_lacks_is_an_error_with_a_sent
         shard_dataset(many, progress=meet)
     left = json.loads(read(store, next(list_objects(store, "sets/one/commits/")).key))
     left["record"] |= {"partition": "train-00099", "number": 0, "key": None}
-    put(store, "sets/one/commits/train-00099-000000.json", json.dumps(left).encode())
+    put(store, "sets/one/commits/train-00099/000000.json", json.dumps(left).encode())
     with pytest.raises(errors.ConflictError, match="commit of another plan"):
         shard_dataset(few)
     assert read_status(store, "sets/one").dataset == "sets/one"
@@ -815,7 +815,7 @@ def test_a_shard_that_the_manifest_names_is_no_garbage_without_its_commit(settin
 def test_a_seek_point_or_index_is_garbage_once_its_dataset_is_complete(settings, kind):
     shard_dataset(settings)
     store, keys = open_store(settings.store), DatasetKeys("sets/one")
-    point = make_seek_point_key(keys.make_seek_points_prefix(0), 7)
+    point = make_seek_point_key(keys.make_seek_points_folder(0), 7)
     if kind == "index":
         point = keys.make_member_index_key(0)
     put(store, point, b"{}")
@@ -1201,7 +1201,7 @@ def test_a_ledger_with_a_gap_is_never_finalized(settings):
 
     def delete_a_commit(event: Event) -> None:
         if isinstance(event, PartitionEnded) and event.partition == "train-00001":
-            assert delete(store, ["sets/one/commits/train-00001-000000.json"]) == []
+            assert delete(store, ["sets/one/commits/train-00001/000000.json"]) == []
 
     with pytest.raises(errors.ConflictError, match="train-00001 has no commit 0"):
         shard_dataset(settings, progress=delete_a_commit)

@@ -19,9 +19,9 @@ _ROWS = r"[a-z]+-[0-9]{5,}-[0-9]{6,}(-[0-9a-f]{16})?"
 _INDEX = r"shards/[a-z]+/([a-z]+/)?(_?[a-z_]+\.(json|npy|yaml)|_pages/\w+-[0-9a-f]+\.(json|bin))"
 _ORPHANS = (
     rf"shards/[a-z]+/[a-z]+/{_ROWS}\.[a-z]+|quarantine/{_ROWS}\.jsonl"
-    r"|partitions/[^/]+\.jsonl?|transforms/[0-9a-f]{64}\.(py|json)"
+    r"|partitions/([0-9]{5,}/[0-9]{19}\.json|[^/]+\.jsonl?)|transforms/[0-9a-f]{64}\.(py|json)"
 )
-_DATASET_FILES = re.compile(rf"commits/[^/]+\.jsonl?|{_INDEX}|{_ORPHANS}")
+_DATASET_FILES = re.compile(rf"commits/[a-z]+-[0-9]{{5,}}/([0-9]{{6,}}|end)\.json|{_INDEX}|{_ORPHANS}")
 DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "transforms", "lease"}
 JOB_FOLDERS = DATASET_FOLDERS | {"checkpoints"}
 RESERVED_FOLDERS = JOB_FOLDERS | {"gathers", "epochs"}
@@ -551,7 +551,7 @@ class Judge:
         named = {
             shard["key"]
             for key in own_keys
-            if re.search(r"/commits/\w+-\d+-\d+\.json$", key)
+            if re.search(r"/commits/\w+-\d+/\d+\.json$", key)
             for shard in self.objects[key].read_record()["shards"]
         }
         deletions: dict[str, int] = {}

@@ -100,7 +100,7 @@ def read_texts(place: Place) -> Counter[str]:
 
 def has_one_partition_left(folder: Path) -> bool:
     """Decide whether a run has done all work, except for a partition that is held elsewhere."""
-    plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*-end.json"))
+    plan, ends = folder / "words/plan.json", list(folder.glob("words/commits/*/end.json"))
     return plan.exists() and len(ends) == 3
 
 

@@ -121,8 +121,8 @@ def ledger(tmp_path: Path) -> tuple[PipelineSettings, Store]:
 @pytest.mark.parametrize(
     ("lost", "what"),
     [
-        ("train-00007-000000", "ledger of train-00007 has 0 commits, and its end record names 1"),
-        ("train-00007-end", "train-00007-end"),
+        ("train-00007/000000", "ledger of train-00007 has 0 commits, and its end record names 1"),
+        ("train-00007/end", "train-00007/end"),
     ],
 )
 def test_a_ledger_with_a_gap_is_refused(ledger, lost, what):
@@ -135,16 +135,16 @@ def test_a_ledger_with_a_gap_is_refused(ledger, lost, what):
 
 def test_a_partition_without_any_record_is_refused(ledger):
     settings, store = ledger
-    delete(store, [f"{KEYS.commits}train-00007-{name}.json" for name in ("000000", "end")])
-    with pytest.raises(errors.NotFoundError, match="train-00007-end"):
+    delete(store, [f"{KEYS.commits}train-00007/{name}.json" for name in ("000000", "end")])
+    with pytest.raises(errors.NotFoundError, match="train-00007/end"):
         finalize(settings)
 
 
 @pytest.mark.parametrize("name", ["000000", "end"])
 def test_a_damaged_record_is_named_rather_than_the_gap_that_it_leaves(ledger, name):
     settings, store = ledger
-    put(store, f"{KEYS.commits}train-00007-{name}.json", b"nonsense")
-    with pytest.raises(errors.CorruptError, match=rf"train-00007-{name}\.json is not a record"):
+    put(store, f"{KEYS.commits}train-00007/{name}.json", b"nonsense")
+    with pytest.raises(errors.CorruptError, match=rf"train-00007/{name}\.json is not a record"):
         finalize(settings)
 
 

@@ -181,7 +181,7 @@ def build_names():
             dataset.make_transform_key(DIGEST, e)
             for e in ("py", "json", "csv", "tsv", "jsonl", "parquet")
         ),
-        make_seek_point_key(dataset.make_seek_points_prefix(3), 7),
+        make_seek_point_key(dataset.make_seek_points_folder(3), 7),
         dataset.make_member_index_key(3),
         dataset.make_file_digests_key("0" * 32),
         dataset.make_shard_key("webdataset", "train", name, "tar"),

@@ -35,7 +35,7 @@ def test_shards_and_quarantines_with_and_without_a_digest_are_those_of_their_dat
         assert keys.is_shard_or_quarantine(key)
         assert keys.is_own(key)
         assert not keys.is_shard_or_quarantine(key.replace("-000003", "-000003-0123"))
-    assert keys.parse_commit(f"data/set/commits/train-00000-000003{suffix}.json") == (
+    assert keys.parse_commit(f"data/set/commits/train-00000/000003{suffix}.json") == (
         None if digest else name
     )
 
@@ -86,7 +86,17 @@ def test_a_listing_is_in_the_order_of_the_numbers(numbers):
     assert [named[key] for key in sorted(named)] == sorted(set(numbers))
 
 
-@pytest.mark.parametrize("key", ["", "d/commits/x.json", "d/commits/train-1-1.json", "e/plan.json"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        "d/commits/x.json",
+        "d/commits/train-1/1.json",
+        "d/commits/train-00000-000000.json",
+        "train-00000/end.json",
+        "e/plan.json",
+    ],
+)
 def test_what_is_not_ours_is_not_parsed(key):
     assert DatasetKeys("d").parse_commit(key) is None
     assert DatasetKeys("d").parse_end(key) is None

@@ -26,6 +26,7 @@ _VALUES = {
     "nonce": "0123456789abcdef", "holder": "0123456789abcdef", "operation": "read",
     "digits": "c" * 16, "plan": "20260101T000000-01234567", "piece": "000000",
     "price_number": "000000", "registration": "000000001", "plain_window": "41", "plain_uid": "7",
+    "file": "00003", "cursor": "0" * 19,
 }  # fmt: skip
 """Values in names; all others are a word."""
 

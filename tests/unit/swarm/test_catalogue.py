@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Store:
     """A complete dataset, with the other objects of a sharding run."""
     store = open_store((tmp_path / "store").as_uri())
     finalize_dataset(store, 3)
-    for key in ("plan.json", "commits/train-00000-000000.json", "lease/train-00000/000000.json",
+    for key in ("plan.json", "commits/train-00000/000000.json", "lease/train-00000/000000.json",
                 "shards/webdataset/train/train-00000-000009.tar"):  # fmt: skip
         put(store, f"text/{key}", b"{}")
     return store

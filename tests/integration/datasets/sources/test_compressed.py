@@ -228,8 +228,8 @@ def test_what_a_bit_of_any_position_begins_continues(monkeypatch):
     found = [list(source.iterate_rows(one.source_range, 0)) for one in partitions]
     monkeypatch.undo()
     for one, rows in zip(partitions, found, strict=True):
-        prefix = one.source_range.seek_points
-        for stat in list_objects(dataset, prefix):
+        folder = one.source_range.seek_points
+        for stat in list_objects(dataset, f"{folder}/"):
             point = json.loads(read(dataset, stat.key))["record"]
             bits.add(point["bit"])
             after = [row for row in rows if row.next_cursor >= point["cursor"]]
