@@ -9,26 +9,28 @@ times the memory of the weights.
 
 The part ``ray`` has the weights on three nodes of a Ray cluster. Each is a host of a rig, and all
 share the folder. It measures a few layers of a model of 8 billion parameters. All work is done
-tensor by tensor, so the figures of the whole model are computed by the number of its layers.
+tensor by tensor, so CPU time and memory of the whole model are computed by its number of layers.
 """
 
 import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.common import Results, measure_process, parse_options, print_table
-from benchmarks.rig import Rig
+from benchmarks.rig import Rig, RigError
 from benchmarks.rig.ray_nodes import RayNodes
 from benchmarks.swarm_peers.memory import PeakMemory, is_ray_worker
 from millrace.gradients import (
@@ -45,7 +47,6 @@ from millrace.gradients import (
     merge_window,
 )
 from millrace.gradients.backends.local import allocate_locally
-from millrace.gradients.backends.ray_cluster import allocate_on_ray
 from millrace.gradients.backends.sharded_weights import AllocateWeights
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.links import read_link
@@ -59,7 +60,6 @@ STAGES = ("load", "read", "merge", "save")
 RAY_NODES, RAY_WIDTH = 3, 4096
 RAY_LAYERS = (3, 6)  # each node has as many values of them as the others
 RAY_TOTAL = 40  # layers of a model of 8 billion parameters
-RAY_TIMEOUT = 900.0  # seconds
 MODELS = {"124M": (768, 18), "303M": (1024, 24), "1B": (2048, 20)}
 """Width and number of the layers of each model. Embeddings are left out."""
 
@@ -107,27 +107,22 @@ def write_bucket(folder: str, width: int, layers: int) -> dict[str, float]:
     return {}
 
 
-def run_aggregator(folder: str, width: int, layers: int, ray: str = "") -> dict[str, float]:
+def run_aggregator(folder: str, width: int, layers: int) -> dict[str, float]:
+    """Merge the window with the weights in this process."""
+    return merge_one_window(folder, width, layers, allocate_locally())
+
+
+def merge_one_window(
+    folder: str, width: int, layers: int, allocate: AllocateWeights
+) -> dict[str, float]:
     """Merge the window as an aggregator does after a restart, and return seconds of each stage.
 
     Args:
         folder: Folder with the bucket.
         width: Width of the layers.
         layers: Number of the layers.
-        ray: Address of the Ray cluster for the weights; empty for weights in this process.
+        allocate: Function that allocates the weights.
     """
-    allocation = (
-        allocate_on_ray(ray, values=SETTINGS.merge.values)
-        if ray
-        else nullcontext(allocate_locally())
-    )
-    with allocation as allocate:
-        return _merge_window(folder, width, layers, allocate)
-
-
-def _merge_window(
-    folder: str, width: int, layers: int, allocate: AllocateWeights
-) -> dict[str, float]:
     store, figures = open_store(Path(folder).as_uri()), dict[str, float]()
     with _time_stage(figures, "load"):
         weights, _ = load_newest_weights(store, SETTINGS.chain_keys, allocate)
@@ -162,21 +157,29 @@ def run_on_ray(folder: str, layers: int) -> dict[str, float]:
         Rig.start(nodes=RAY_NODES, rate_mbit=10_000, store_mbit=10_000) as rig,
         RayNodes.start(rig) as ray,
     ):
+        command = [sys.executable, "-m", "benchmarks.ray_aggregator"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         used = rig.read_cpu_seconds()
-        with PeakMemory(rig, is_ray_worker) as memory:
-            order = json.dumps([folder, RAY_WIDTH, layers, ray.address]) + "\n"
-            output = rig.nodes[0].run(
-                [sys.executable, "-m", "benchmarks.ray_aggregator"],
-                stdin=order, env=ray.environment, timeout=RAY_TIMEOUT,
-            )  # fmt: skip
+        with (
+            PeakMemory(rig, is_ray_worker) as memory,
+            rig.nodes[0].popen(command, env=ray.environment, **pipes) as driver,
+        ):
+            assert driver.stdin is not None
+            assert driver.stdout is not None
+            driver.stdin.write(json.dumps([folder, RAY_WIDTH, layers, ray.address]) + "\n")
+            driver.stdin.flush()
+            line = driver.stdout.readline()
             spent = rig.read_cpu_seconds() - used
-    figures = json.loads(output.splitlines()[-1])
+            driver.stdin.close()
+        if driver.returncode or not line:
+            raise RigError(f"The aggregator ended with exit code {driver.returncode}.")
+    figures = json.loads(line)
     times = {f"{stage}, s": figures[f"{stage}, s"] for stage in STAGES}
-    return {**times, "CPU s": spent + figures["CPU s"], "peak of a node": memory.peak / 1e6}
+    return {**times, "CPU s": spent, "peak of a node": memory.peak / 1e6}
 
 
 def report_ray(results: Results) -> None:
-    """Print the figures of the layers on Ray, and of the whole model by its number of layers."""
+    """Print the figures of the layers on Ray, and CPU time and memory of the whole model."""
     rows = {(row.work, row.metric): row for row in results.compute_rows()}
     metrics = [*(f"{stage}, s" for stage in STAGES), "CPU s", "peak of a node"]
     works = [f"{layers} layers on Ray" for layers in RAY_LAYERS]
@@ -189,8 +192,8 @@ def report_ray(results: Results) -> None:
     ]
     if len(lines) == len(works):
         few, many = RAY_LAYERS
-        cells: list[str] = []
-        for metric in metrics:
+        cells = ["-" for _ in STAGES]  # the nodes share the processors of this machine
+        for metric in metrics[len(STAGES) :]:
             low, high = (rows[work, metric].value for work in works)
             cells.append(f"{high + (high - low) / (many - few) * (RAY_TOTAL - many):.1f}")
         lines.append([f"{RAY_TOTAL} layers, computed", *cells, ""])
