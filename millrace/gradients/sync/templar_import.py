@@ -75,10 +75,10 @@ def import_templar_run(
         sharded, window = load_or_begin_run(settings, store, progress=progress)
         stack.callback(sharded.close)
         state = sharded.collect_state()
-        before: ChainStart | ChainLink
-        before = catch_up(store, keys, state, after=window) or read_link(store, keys, window)
+        applied = catch_up(store, keys, state, after=window)
+        before: ChainStart | ChainLink = applied or read_link(store, keys, window)
         window = before.window if isinstance(before, ChainLink) else 0
-        unsaved: ChainLink | None = None
+        unsaved = applied  # an import that was killed has not saved these weights
         while window < last:
             window += 1
             before = _import_window(store, settings, origins, state, window, before, progress)

@@ -188,6 +188,18 @@ def test_an_import_that_was_stopped_continues_with_the_same_bytes(
     check_weights(tmp_path, weights, bucket)
 
 
+def test_an_import_that_was_stopped_after_its_last_link_saves_its_weights(
+    tmp_path: Path, bucket: Any
+) -> None:
+    begin(tmp_path)
+    settings = load(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+    stopped = import_templar_run(settings)
+    assert [next(stopped).window for _ in range(LAST - FIRST + 1)] == [1, 2, 3, 4]
+    stopped.close()
+    assert list(import_templar_run(settings)) == []
+    assert load_newest_state(open_store((tmp_path / "chain").as_uri()), KEYS)[1] == 4
+
+
 def test_fewer_gradients_than_the_quorum_change_nothing(tmp_path: Path, bucket: Any) -> None:
     begin(tmp_path)
     settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
