@@ -11,6 +11,7 @@ from flows.save_checkpoint import CheckpointInput, save_checkpoint
 from flows.shard_dataset import shard_dataset
 from millrace import campaigns
 from millrace.campaigns import Campaign, CampaignLease, CampaignSummary, PublishedWeights, Training
+from millrace.checkpoints import open_destination
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
@@ -38,7 +39,7 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     held = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
     with held as lease, campaign_tasks.report_failure(campaign):
         published = run_stages(plan, campaign, lease)
-    with campaign_tasks.report_failure(campaign):
+    with campaign_tasks.report_failure(campaign, published):
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
         cleaned = clean_bucket(plan.bucket, rules, dry_run=False) if rules else None
     summary = campaign_tasks.summarize_campaign(campaign, cleaned, published)
@@ -113,4 +114,5 @@ def publish_weights(
         get_run_logger().warning("The final weights are made again: %s", format_error(error))
         campaigns.repair_final_weights(training, aggregate)
         save_checkpoint(source, publish.job, publish.bucket, publish.hub)
-    return PublishedWeights(publish.make_spec().url, publish.job, step)
+    place = open_destination(publish.make_spec(), make_folder=False)
+    return PublishedWeights(place.url, publish.job, step)

@@ -12,6 +12,7 @@ from millrace.campaigns import (
     Campaign,
     CampaignSummary,
     LocalWorkerProcesses,
+    PublishedWeights,
     Training,
 )
 from millrace.campaigns.progress_events import (
@@ -93,8 +94,15 @@ def supervise_machines(training: Training, ledger: LedgerSettings) -> RentalSupe
 
 
 @contextmanager
-def report_failure(campaign: Campaign) -> Generator[None]:
-    """Log the error that ends a campaign, publish the report, and raise the error."""
+def report_failure(
+    campaign: Campaign, published: PublishedWeights | None = None
+) -> Generator[None]:
+    """Log the error that ends a campaign, publish the report, and raise the error.
+
+    Args:
+        campaign: Campaign.
+        published: Destination of the final weights, if they were published.
+    """
     try:
         yield
     except HeldError:
@@ -102,7 +110,8 @@ def report_failure(campaign: Campaign) -> Generator[None]:
     except MillraceError as error:
         get_run_logger().error("The campaign is not over: %s", format_error(error))
         with suppress(MillraceError):  # the first error says more
-            report_campaign(summarize_campaign(campaign), format_error(error))
+            summary = summarize_campaign(campaign, published=published)
+            report_campaign(summary, format_error(error))
         raise
 
 

@@ -19,7 +19,8 @@ from millrace.gradients import InitialWeights
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import StoreSpec, open_store
+from millrace.storage import Store, StoreSpec, open_store
+from millrace.storage.overlap import locate_prefix
 
 
 def check_training(training: Training, find_weights: Callable[[], InitialWeights]) -> None:
@@ -62,7 +63,7 @@ def check_publication(
         job: Job of their checkpoint at the destination.
 
     Raises:
-        ConflictError: The destination has such a checkpoint.
+        ConflictError: The destination has such a checkpoint, or gets one from the last epoch.
         CorruptError: The Hub has one whose metadata is damaged.
     """
     progress = read_training_progress(training)
@@ -75,6 +76,12 @@ def check_publication(
         first_step = _check_weights(find_weights()).step
     step = first_step + training.last_window * training.run.steps
     destination = open_destination(place)
+    if _is_epoch_job(destination, job, store, training):
+        raise ConflictError(
+            f"The epochs of {training.campaign} end with checkpoints of {job} in "
+            f"{destination.url}, the last one at step {step}, as the final weights: name another "
+            "`job` in `publish`."
+        )
     there = _find_published(destination, job, step)
     if there is None:
         return
@@ -85,6 +92,14 @@ def check_publication(
         f"{destination.url}/{CheckpointKeys(job).make_metadata_key(step)} is another checkpoint of "
         f"step {step}, at which {training.campaign} publishes its final weights: name another "
         "`job` in `publish`, or delete this checkpoint."
+    )
+
+
+def _is_epoch_job(destination: Destination, job: str, store: Store, training: Training) -> bool:
+    """Decide whether a job at a destination is that of the checkpoints of the epochs."""
+    there = destination.store
+    return there is not None and locate_prefix(there, job) == locate_prefix(
+        store, training.epoch_job
     )
 
 

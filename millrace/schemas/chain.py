@@ -28,7 +28,11 @@ class OuterOptimizer(RecordPart):
         default=OuterKind.SGD, description="`sgd`, `nesterov` (DiLoCo) or `sign` (DeMo)."
     )
     lr: float = Field(
-        title="Learning rate", default=1.0, gt=0, description="Factor of the merged gradient."
+        title="Learning rate",
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Factor of the merged gradient.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum of `nesterov`.")
 

@@ -55,6 +55,7 @@ class MergeSettings(RecordPart):
         title="Radius of centered clip",
         default=None,
         gt=0,
+        allow_inf_nan=False,
         description="Distance from the centre within which `centered clip` counts a gradient "
         "fully; by default the median distance.",
     )

@@ -30,12 +30,14 @@ class ScoringRules(RecordPart):
         title="Spread of a result",
         default=7.0,
         gt=0,
+        allow_inf_nan=False,
         description="Beta of the Plackett-Luce ratings: how much chance decides one comparison.",
     )
     tau: float = Field(
         title="Drift of a rating",
         default=0.1,
         ge=0,
+        allow_inf_nan=False,
         description="Tau of the ratings: how much the skill of a worker may change in a window.",
     )
     decay: float = Field(

@@ -8,7 +8,7 @@ are those of the run, and not those of Templar: its rules clip or normalise each
 import heapq
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -23,6 +23,7 @@ from millrace.gradients.codec.gradient_object import (
 from millrace.gradients.gather_window import GatherWindow
 from millrace.gradients.merging.links import catch_up, read_link
 from millrace.gradients.progress_events import GradientRefused, PayloadConverted
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.aggregator import acquire_run_lease, load_or_begin_run
 from millrace.gradients.sync.gather_results import GatherOutcome
@@ -35,7 +36,7 @@ from millrace.keys.templar import TemplarKey, TemplarKind, make_templar_key, par
 from millrace.lease import Heartbeat
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker
-from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.gradient import Codec, ExclusionReason, Transform
 from millrace.storage import Stat, Store, head, list_objects, open_store, read_range
 
 
@@ -59,7 +60,8 @@ def import_templar_run(
         NotFoundError: The run has not begun, and the settings have no initial weights. Or a payload
             of the shared bucket was removed after it was listed.
         ConfigurationError: The model has parameters that Templar cannot send.
-        ConflictError: The windows of the run were merged differently, with other settings.
+        ConflictError: The windows of the run were merged differently, with other settings, or were
+            imported with another first window.
         ChainError: The chain is broken.
         DeniedError, UnavailableError, ChangedError, CorruptError: The shared bucket cannot be
             listed, or one of its payloads cannot be read. The window has no link, so another call
@@ -75,10 +77,12 @@ def import_templar_run(
         sharded, window = load_or_begin_run(settings, store, progress=progress)
         stack.callback(sharded.close)
         state = sharded.collect_state()
-        before: ChainStart | ChainLink
-        before = catch_up(store, keys, state, after=window) or read_link(store, keys, window)
+        applied = catch_up(store, keys, state, after=window)
+        before: ChainStart | ChainLink = applied or read_link(store, keys, window)
         window = before.window if isinstance(before, ChainLink) else 0
-        unsaved: ChainLink | None = None
+        unsaved = applied  # an import that was killed has not saved these weights
+        if isinstance(before, ChainLink):
+            _check_first_window(store, settings, origins, state, before)
         while window < last:
             window += 1
             before = _import_window(store, settings, origins, state, window, before, progress)
@@ -100,19 +104,8 @@ def _import_window(
     before: ChainStart | ChainLink,
     progress: Progress,
 ) -> ChainLink:
-    run = settings.run
-    began, now = time.monotonic(), datetime.now(UTC)
-    shapes = {name: weight.shape for name, weight in state.weights.items()}
-    window = GatherWindow(
-        keys=run.gradient_keys,
-        number=number,
-        base=before.step,
-        codec=run.codec,
-        shapes=shapes,
-        opens=now,
-        closes=now,
-        max_norm=run.gather.max_norm,
-    )
+    run, began = settings.run, time.monotonic()
+    window = _make_window(run, state, number, before.step, run.codec)
     found = _WindowPayloads()
     listing = origins.list_window(settings.templar.first_window + number - 1)
     for uid, error in listing.failures.items():
@@ -124,6 +117,62 @@ def _import_window(
         store, run, window, gathered, before, state, quorum=run.gather.quorum,
         threads=settings.threads, progress=progress,
     )  # fmt: skip
+
+
+def _make_window(
+    run: RunSettings, state: WeightState, number: int, base: int, codec: Codec
+) -> GatherWindow:
+    now = datetime.now(UTC)
+    return GatherWindow(
+        keys=run.gradient_keys,
+        number=number,
+        base=base,
+        codec=codec,
+        shapes={name: weight.shape for name, weight in state.weights.items()},
+        opens=now,
+        closes=now,
+        max_norm=run.gather.max_norm,
+    )
+
+
+def _check_first_window(
+    store: Store,
+    settings: TemplarImportSettings,
+    origins: "_Origins",
+    state: WeightState,
+    link: ChainLink,
+) -> None:
+    """Refuse a first window by which the newest link would be of another window of Templar.
+
+    The payloads of that window are converted again, until one has the digest in the link. Payloads
+    that cannot be read are not compared, nor are those of the DCT: their bytes depend on the
+    machine.
+
+    Raises:
+        ConflictError: No payload has the digest in the link.
+    """
+    run, source = settings.run, settings.templar
+    if Transform.DCT in (source.transform, link.codec.transform):
+        return
+    number = source.first_window + link.window - 1
+    differs = compared = False
+    with suppress(errors.MillraceError):
+        base = read_link(store, run.chain_keys, link.window - 1).step
+        window = _make_window(run, state, link.window, base, link.codec)
+        for sent in origins.list_window(number).payloads:
+            uid = _make_name(sent.uid)
+            if uid not in link.taken:
+                continue
+            with suppress(GradientError):
+                if _read_payload(sent, uid, window, settings)[0].digest == link.taken[uid].digest:
+                    return
+                compared = True
+        differs = compared
+    if differs:
+        raise errors.ConflictError(
+            f"Window {link.window} of {run.name} was not made of Templar's window {number}: leave "
+            "`first_window` as it was, and raise `last_window` to import later windows."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ class TemplarOptions(BaseModel):
 
     version: str = Field(description="Version of the workers' program, such as `0.2.80`.")
     first_window: int = Field(
-        ge=0, description="Number of the first window. It becomes window 1 of the run."
+        ge=0,
+        description="Number of the first window. It becomes window 1 of the run, so leave it as it "
+        "is to import later windows.",
     )
     last_window: int = Field(ge=0, description="Number of the last window.")
     k: int = Field(

@@ -1,6 +1,7 @@
 """The aggregator as a person starts it, and the weights that it leaves behind."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -29,10 +30,12 @@ from millrace.gradients import (
     ExclusionReason,
     GatherSettings,
     InitialWeights,
+    MergeSettings,
     OuterKind,
     OuterOptimizer,
     Participant,
     RunSettings,
+    ScoringRules,
     WeightState,
     aggregate_run,
     begin_run,
@@ -46,6 +49,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
+from millrace.records import RecordPart
 from millrace.storage import Store, open_store, put, read
 
 UIDS = ("a", "b", "c")
@@ -360,6 +364,22 @@ def test_settings_that_do_not_fit_together_are_refused(changes, said):
     data = {"run": {"run": "r"}, "store": {"url": "memory://x"}, "workers": list(UIDS)}
     with pytest.raises(ValidationError, match=said):
         AggregatorSettings.model_validate({**data, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (OuterOptimizer, {"lr": math.inf}),
+        (MergeSettings, {"radius": math.inf}),
+        (ScoringRules, {"beta": math.inf}),
+        (ScoringRules, {"tau": math.inf}),
+    ],
+)
+def test_numbers_that_a_record_cannot_hold_are_refused(
+    model: type[RecordPart], values: dict[str, float]
+) -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        model.model_validate(values)
 
 
 def test_settings_that_can_work_are_taken():

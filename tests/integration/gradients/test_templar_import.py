@@ -188,6 +188,37 @@ def test_an_import_that_was_stopped_continues_with_the_same_bytes(
     check_weights(tmp_path, weights, bucket)
 
 
+def test_an_import_that_was_stopped_after_its_last_link_saves_its_weights(
+    tmp_path: Path, bucket: Any
+) -> None:
+    begin(tmp_path)
+    settings = load(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+    stopped = import_templar_run(settings)
+    assert [next(stopped).window for _ in range(LAST - FIRST + 1)] == [1, 2, 3, 4]
+    stopped.close()
+    assert list(import_templar_run(settings)) == []
+    assert load_newest_state(open_store((tmp_path / "chain").as_uri()), KEYS)[1] == 4
+
+
+def test_an_import_that_goes_on_from_another_first_window_is_refused(
+    tmp_path: Path, bucket: Any
+) -> None:
+    weights = begin(tmp_path)
+    settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})
+
+    def import_windows(first: int, last: int) -> list[int]:
+        settings["templar"] |= {"first_window": first, "last_window": last}
+        loaded = TemplarImportSettings.model_validate(settings)
+        return [link.window for link in import_templar_run(loaded)]
+
+    assert import_windows(FIRST, FIRST) == [1]
+    for last in (FIRST + 1, LAST):  # of which none, or all but the first would be imported
+        with pytest.raises(errors.ConflictError, match="not made of Templar's window 41: leave"):
+            import_windows(FIRST + 1, last)
+    assert import_windows(FIRST, LAST) == [2, 3, 4]
+    check_weights(tmp_path, weights, bucket)
+
+
 def test_fewer_gradients_than_the_quorum_change_nothing(tmp_path: Path, bucket: Any) -> None:
     begin(tmp_path)
     settings = settings_of(tmp_path, initial_weights={"job": "start", "tensors": "weights."})

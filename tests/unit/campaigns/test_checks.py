@@ -125,6 +125,21 @@ def test_a_destination_with_another_checkpoint_of_the_last_step_is_refused(
     check_publication(training, refuse, there, "final")
 
 
+def test_the_job_of_the_epochs_gets_another_checkpoint_of_the_last_step(
+    place: StoreSpec, make_training: MakeTraining
+) -> None:
+    training, inner = make_training(), StoreSpec(url=f"{place.url}/small")
+    save(place, "first", 5)
+
+    def find_weights() -> InitialWeights:
+        return InitialWeights(url=place.url, job="first")
+
+    for spec, job in ((place, training.epoch_job), (inner, "model")):
+        with pytest.raises(ConflictError, match=r"end with checkpoints of .*model in .* `job`"):
+            check_publication(training, find_weights, spec, job)
+    check_publication(training, find_weights, inner, "final")
+
+
 def test_a_campaign_whose_training_has_ended_goes_on_to_its_publication(
     place: StoreSpec, store: Store, make_training: MakeTraining
 ) -> None:

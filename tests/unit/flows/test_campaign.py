@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,13 @@ import pytest
 from flows import campaign, campaign_epochs
 from flows.campaign_plan import PublishSettings
 from millrace import campaigns
-from millrace.campaigns import CampaignLease, Training, TrainingOptions, TrainingProgress
+from millrace.campaigns import (
+    CampaignLease,
+    PublishedWeights,
+    Training,
+    TrainingOptions,
+    TrainingProgress,
+)
 from millrace.errors import CorruptError, DeniedError, HeldError, UnavailableError
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
@@ -104,7 +111,7 @@ def test_no_window_opens_after_an_epoch_that_has_not_ended(
 
 
 def test_damaged_final_weights_are_made_again_and_published(
-    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease, tmp_path: Path
 ) -> None:
     steps: list[str] = []
 
@@ -117,11 +124,40 @@ def test_damaged_final_weights_are_made_again_and_published(
     monkeypatch.setattr(campaigns, "repair_final_weights", lambda *_: steps.append("repair"))
     monkeypatch.setattr(campaign, "save_checkpoint", save)
     monkeypatch.setattr(campaign, "get_run_logger", lambda: logging.getLogger("test"))
-    bucket = "file:///unused"
+    bucket = str(tmp_path)
     publish = PublishSettings(job="final", bucket=bucket)
     plan = cast("Any", SimpleNamespace(bucket=bucket))
-    campaign.publish_weights(plan, make_training(), publish, lease)
+    published = campaign.publish_weights(plan, make_training(), publish, lease)
     assert steps == ["save", "repair", "save"]
+    assert published == PublishedWeights(tmp_path.as_uri(), "final", 3)
+
+
+def test_a_campaign_whose_cleaning_fails_reports_where_its_weights_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DeniedError("nothing may be deleted")
+
+    def report(*found: Any) -> None:
+        reports.append(campaign_tasks.describe_campaign(*found))
+
+    reports: list[str] = []
+    published = PublishedWeights("s3://bucket", "final", 3)
+    monkeypatch.setattr(campaign, "check_right", lambda *_: None)
+    monkeypatch.setattr(campaign, "run_stages", lambda *_: published)
+    monkeypatch.setattr(campaign, "clean_bucket", refuse)
+    monkeypatch.setattr(campaign_tasks, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(campaign_tasks, "summarize_campaign", campaigns.summarize_campaign)
+    monkeypatch.setattr(campaign_tasks, "report_campaign", report)
+    place = StoreSpec(url="memory://test-cleaning")
+    begun = campaigns.Campaign("small", place, place)
+    plan = SimpleNamespace(name="small", bucket=place.url, make_campaign=lambda: begun)
+    plan.resolve_bucket = lambda: plan
+    with pytest.raises(DeniedError, match="nothing may be deleted"):
+        campaign.run_campaign.fn(cast("Any", plan))
+    (report_text,) = reports
+    assert "is not over" in report_text
+    assert "step 3 of `final` in `s3://bucket`" in report_text
 
 
 def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
@@ -131,7 +167,9 @@ def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
     logged: list[str] = []
     monkeypatch.setattr(campaign_tasks, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(
-        campaign_tasks, "summarize_campaign", lambda _: logged.append(caplog.text) or "summary"
+        campaign_tasks,
+        "summarize_campaign",
+        lambda *_, **__: logged.append(caplog.text) or "summary",
     )
     monkeypatch.setattr(campaign_tasks, "report_campaign", lambda *_: None)
     with (
