@@ -46,7 +46,7 @@ class TorchShards(IterableDataset[Any]):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The current epoch stays where it is."""
+        """Go to the beginning of an epoch, see `ShardLoader.set_epoch`."""
         self._loader.set_epoch(epoch)
         self._note_own_position()
 
@@ -65,9 +65,13 @@ class TorchShards(IterableDataset[Any]):
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go to the position of a state, see `ShardLoader.load_state_dict`."""
+        """Go to the position of a state, see `ShardLoader.load_state_dict`.
+
+        The next iteration is the rest of the epoch of the state, also if no sample is left of it.
+        """
         self._take_share()
         self._loader.load_state_dict(state)
+        self._loader.stay_at_end()
         self._note_own_position()
 
     def __getstate__(self) -> dict[str, Any]:

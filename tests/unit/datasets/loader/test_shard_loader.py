@@ -546,3 +546,34 @@ def test_a_loader_goes_to_any_place_of_an_epoch(make: Make, remainder: str) -> N
             loader.seek(0, wrong)
     with pytest.raises(errors.ConfigurationError, match="a loader without `transform`"):
         make(transform=list).seek(0, 1)
+
+
+@pytest.mark.parametrize("batch_size", [5, 6])
+@pytest.mark.parametrize("options", [{}, {"world_size": 2, "streams": 2}, {"transform": dict}])
+def test_a_state_of_the_end_of_an_epoch_does_not_repeat_the_epoch(
+    make: Make, options: dict[str, Any], batch_size: int
+) -> None:
+    """The trainer counts the epochs, and saves its number with the state of the last batch."""
+    options = {**options, "batch_size": batch_size}
+    loader = make(**options)
+    epochs, saved = list[list[Any]](), dict[str, Any]()
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        epochs.append([])
+        for batch in loader:
+            epochs[-1] += batch
+            saved = saved if epoch else loader.state_dict()
+    again = make(**options)
+    again.load_state_dict(saved)
+    again.set_epoch(0)
+    assert again.state_dict() == saved or "transform" in options
+    assert list(again) == []
+    again.set_epoch(1)
+    assert list(itertools.chain(*again)) == epochs[1]
+    again.load_state_dict(saved)  # without a number, the next epoch follows at once
+    if saved["epoch"]:
+        assert list(itertools.chain(*again)) == epochs[1]
+    again.load_state_dict(saved)
+    again.set_epoch(3)
+    assert again.state_dict()["epoch"] == 3
+    assert list(again) != []
