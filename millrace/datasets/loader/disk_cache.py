@@ -24,7 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from millrace.digest import check_digest, compute_digest, compute_file_digest, get_algorithm
+from millrace.digest import (
+    DigestError,
+    check_digest,
+    compute_digest,
+    compute_file_digest,
+    get_algorithm,
+)
 from millrace.errors import FULL_DISK, ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +97,7 @@ class DiskCache:
     and threads share a folder. If the disk is full, files are not cached, after one warning.
 
     Args:
-        folder: Folder on a local disk. Nothing else may be in the folder.
+        folder: Folder on a local disk. Files of other programs in it stay, and are not counted.
         max_bytes: Largest size of all files, with those that are being fetched.
 
     Attributes:
@@ -279,7 +285,7 @@ class DiskCache:
 
     def _list_files(self) -> list[_CachedFile]:
         found: list[_CachedFile] = []
-        for entry in os.scandir(self._files):
+        for entry in _scan(self._files):
             with suppress(FileNotFoundError):
                 size = entry.stat().st_size
                 found.append(_CachedFile(entry.name, size, _find_use(self._locks / entry.name)))
@@ -288,7 +294,7 @@ class DiskCache:
     def _measure_parts(self, own: str) -> int:
         """Return the bytes of files that are being fetched; remove those of killed processes."""
         size = 0
-        for entry in os.scandir(self._parts):
+        for entry in _scan(self._parts):
             if entry.name == own:
                 continue
             try:
@@ -299,8 +305,8 @@ class DiskCache:
         return size
 
     def _iterate_entries(self) -> "Iterator[os.DirEntry[str]]":
-        yield from os.scandir(self._files)
-        yield from os.scandir(self._parts)
+        yield from _scan(self._files)
+        yield from _scan(self._parts)
 
     def _hold(self, name: str, mode: int) -> AbstractContextManager[int]:
         """Hold the lock of a file; the value is its descriptor.
@@ -334,6 +340,17 @@ def _make_name(digest: str) -> str:
         DigestError: The text is no digest, which could name any file.
     """
     return check_digest(digest).replace(":", "-")
+
+
+def _scan(folder: Path) -> "Iterator[os.DirEntry[str]]":
+    """Yield the files of a folder that the cache has named. Those of other programs stay."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                check_digest(entry.name.replace("-", ":", 1))
+            except DigestError:
+                continue
+            yield entry
 
 
 @contextmanager

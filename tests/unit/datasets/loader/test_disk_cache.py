@@ -284,3 +284,18 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(errors.ConfigurationError, match="cannot be made"):
         DiskCache(tmp_path / "file", KB)
+
+
+def test_files_of_other_programs_in_the_folder_stay(tmp_path, source):
+    """The folder may be that of a project, which has such folders of its own."""
+    others = []
+    for name in ("files", "parts"):
+        (tmp_path / name / "folder").mkdir(parents=True)
+        others += [tmp_path / name / "photo.jpg", tmp_path / name / "folder" / "notes"]
+    for path in others:
+        path.write_bytes(bytes(20 * KB))
+    cache = DiskCache(tmp_path, 15 * KB)
+    for number in (1, 2):
+        assert read(source.lend(cache, make(number))) == make(number)
+        assert cache.held_bytes == 10 * KB
+    assert [path.stat().st_size for path in others] == [20 * KB] * 4
