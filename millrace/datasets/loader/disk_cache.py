@@ -326,11 +326,11 @@ class DiskCache:
             if self._has_warned:
                 return
             self._has_warned = True
-        why = "all files in it are in use" if error is None else error.strerror
-        logger.warning(
-            "Files are read without the cache in %s: %s. Make more room, or allow more bytes than "
-            "%d.", self.folder, why, self.max_bytes,
-        )  # fmt: skip
+        why = "all files in it are in use" if error is None else error.strerror or str(error)
+        remedy = "Correct the folder or its permissions, or choose a folder on another disk."
+        if error is None or error.errno in FULL_DISK:
+            remedy = f"Make more room, or allow more bytes than {self.max_bytes}."
+        logger.warning("Files are read without the cache in %s: %s. %s", self.folder, why, remedy)
 
 
 def _make_name(digest: str) -> str:

@@ -271,6 +271,8 @@ def test_an_error_of_the_disk_leaves_no_lock(tmp_path, source, monkeypatch, capl
     assert cache.lend_from(*wanted) is None
     assert_no_lock_is_held(cache.folder)
     assert caplog.text.count("Input/output error") == 1
+    assert "Correct the folder or its permissions" in caplog.text
+    assert "Make more room" not in caplog.text
     monkeypatch.undo()
     assert read(source.lend(cache, body)) == read(cache.lend_from(*wanted)) == body
 
