@@ -55,7 +55,7 @@ class LentFile:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._close = weakref.finalize(self, os.close, os.dup(lock))
+        self._close = weakref.finalize(self, _LockFile(lambda: os.dup(lock)).close)
 
     def close(self) -> None:
         """Allow the removal of the file. A file that is open elsewhere can be read to its end."""
@@ -73,6 +73,48 @@ class LentFile:
     ) -> None:
         """Close the file."""
         self.close()
+
+
+class _LockFile:
+    """Open file of a lock, which the child of a fork closes.
+
+    The child would hold the lock until its own end, whatever this process does.
+
+    Args:
+        open_file: Function that opens the file, and returns the descriptor.
+
+    Attributes:
+        descriptor: Descriptor of the file.
+    """
+
+    def __init__(self, open_file: Callable[[], int]) -> None:
+        with _fork_lock:
+            self.descriptor = open_file()
+            _lock_files.add(self)
+
+    def close(self) -> None:
+        """Close the file. The lock ends with the last descriptor of it."""
+        with _fork_lock:
+            if self in _lock_files:
+                _lock_files.remove(self)
+                os.close(self.descriptor)
+
+
+# No process is forked between the opening of a file and its entry, or between its removal and the
+# close. A finalizer may run while this thread has the lock.
+_fork_lock = threading.RLock()
+_lock_files = set[_LockFile]()
+
+
+def _close_in_child() -> None:
+    while _lock_files:
+        os.close(_lock_files.pop().descriptor)
+    _fork_lock.release()
+
+
+os.register_at_fork(
+    before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_close_in_child
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,14 +399,14 @@ def _scan(folder: Path) -> "Iterator[os.DirEntry[str]]":
 def _hold_lock(path: Path, mode: int) -> Generator[int]:
     """Open and lock a file, which another process may remove meanwhile; yield the descriptor."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _LockFile(lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
         try:
-            fcntl.flock(lock, mode)
-            if _is_at(path, lock):
-                yield lock
+            fcntl.flock(file.descriptor, mode)
+            if _is_at(path, file.descriptor):
+                yield file.descriptor
                 return
         finally:
-            os.close(lock)
+            file.close()
 
 
 def _is_at(path: Path, file: int) -> bool:
