@@ -304,6 +304,27 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
     assert dataset.state_dict() == state
 
 
+def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path) -> None:
+    """An epoch may end early, such as with the first rank that has no more samples."""
+    from torch.utils.data import DataLoader
+
+    write_texts(tmp_path)
+    alone = ShardLoader(tmp_path.as_uri(), "d")
+    epochs = [[sample["txt"] for sample in alone] for _ in range(4)]
+    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=1, timeout=120, multiprocessing_context="fork",
+        persistent_workers=True,
+    )  # fmt: skip
+    for epoch, count in ((0, 5), (1, 40), (3, 7), (2, 40), (3, 3), (0, 40)):
+        dataset.set_epoch(epoch)
+        found = [sample["txt"] for sample in itertools.islice(data, count)]
+        assert found == epochs[epoch][:count], epoch
+    dataset.load_state_dict(alone.state_dict())
+    with pytest.raises(errors.ConfigurationError, match="A state was loaded after the worker"):
+        next(iter(data))
+
+
 def test_a_copy_of_a_dataset_for_torch_leaves_the_state_of_the_original(tmp_path: Path) -> None:
     texts = write_texts(tmp_path)
     dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
