@@ -9,13 +9,16 @@ two ways:
   Without a cache, the file has no name, and is gone when it is closed.
 """
 
+import logging
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from millrace import errors
 from millrace.block_lists import read_blocks_at
@@ -37,6 +40,9 @@ from millrace.keys.datasets import DatasetKeys
 from millrace.storage import read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SMALL_LISTS = 1 << 20  # bytes of the digests of all blocks that are read in one request
 _WHOLE_FILES = 4  # files that are fetched at once
@@ -147,8 +153,11 @@ class ShardFetcher:
                 growth=growth,
             )
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
+            copy = partial(
+                self._files.copy_file, shard.key, shard.size, shard.digest, file.fileno()
+            )
             try:
-                self._files.copy_file(shard.key, shard.size, shard.digest, file.fileno())
+                self._read_twice(shard, copy)
             except errors.MillraceError as error:
                 self._raise_explained(shard, error)
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
@@ -199,18 +208,37 @@ class ShardFetcher:
         """Return adjacent blocks of a shard, verified, as consecutive views."""
         expected = slice_blocks(blocks, range(first, last))
         start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, shard.size)
+        read_blocks = partial(self._read_and_compare, shard, expected, start, end)
+        if len(self._files.stores) > 1:
+            read_blocks = partial(self._read_anywhere, shard, blocks, expected, start, end)
         try:
-            if len(self._files.stores) == 1:
-                return self._read_and_compare(shard, expected, start, end)
-
-            def check(data: bytes) -> None:
-                if hash_blocks(data) != expected:
-                    raise errors.CorruptError("its bytes do not have the digests of their blocks")
-
-            item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
-            return [memoryview(self._files.read_object(item, start, end, check=check))]
+            return self._read_twice(shard, read_blocks)
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
+
+    def _read_twice(self, shard: ListedShard, read_shard: Callable[[], T]) -> T:
+        """Read bytes, and once more if they differ, since they may have changed on their way."""
+        try:
+            return read_shard()
+        except errors.CorruptError as error:
+            logger.warning(
+                "%s is read again, since its bytes do not have their digest. %s",
+                self._name(shard),
+                error,
+            )
+            return read_shard()
+
+    def _read_anywhere(
+        self, shard: ListedShard, blocks: bytes, expected: bytes, start: int, end: int
+    ) -> list[memoryview]:
+        """Return blocks of any of several stores."""
+
+        def check(data: bytes) -> None:
+            if hash_blocks(data) != expected:
+                raise errors.CorruptError("its bytes do not have the digests of their blocks")
+
+        item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
+        return [memoryview(self._files.read_object(item, start, end, check=check))]
 
     def _read_and_compare(
         self, shard: ListedShard, expected: bytes, start: int, end: int
@@ -274,7 +302,8 @@ class ShardFetcher:
             self._files.release(path)
 
     def _fetch_file(self, shard: ListedShard) -> Path | None:
-        return self._files.fetch_file(shard.key, shard.size, shard.digest)
+        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest)
+        return self._read_twice(shard, fetch)
 
     def _release(self, fetched: Future[Path | None]) -> None:
         """Release a whole file that was fetched and is not needed."""

@@ -20,6 +20,7 @@ from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
 from millrace.storage import open_store
+from tests.support.s3 import Refusal, serve_s3
 from tests.support.shard_datasets import write_dataset
 
 SIZES = (7, 5, 8)
@@ -577,3 +578,27 @@ def test_a_state_of_the_end_of_an_epoch_does_not_repeat_the_epoch(
     again.set_epoch(3)
     assert again.state_dict()["epoch"] == 3
     assert list(again) != []
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_bytes_that_change_once_on_their_way_are_read_again(
+    tmp_path: Path, is_cached: bool, has_blocks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(1)
+    samples = [Sample(f"k{n}", {"bin": rng.bytes(400_000)}, n) for n in range(6)]
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        fields = {"bin": FieldType.BYTES}
+        write_dataset(store, "d", ["mds"], fields, [samples], has_blocks=has_blocks)
+        cache = tmp_path / "cache" if is_cached else None
+        loader = ShardLoader(store.spec, "d", cache=cache)
+        key = loader.table.shards[0].key
+        changed = bytearray(endpoint.objects[key])
+        changed[500_000] ^= 1
+        once = Refusal("GET", 200, "", body=bytes(changed), key=key)
+        endpoint.refusals.append(once)
+        expected = {sample.key: sample.fields["bin"] for sample in samples}
+        assert load_bodies(loader) == expected
+        assert once.times == 0
+        assert caplog.text.count(f"{key} is read again, since its bytes do not have") == 1
