@@ -302,8 +302,15 @@ class ShardFetcher:
             self._files.release(path)
 
     def _fetch_file(self, shard: ListedShard) -> Path | None:
-        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest)
+        blocks = partial(self._find_blocks, shard) if len(self._files.stores) > 1 else b""
+        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest, blocks=blocks)
         return self._read_twice(shard, fetch)
+
+    def _find_blocks(self, shard: ListedShard) -> bytes:
+        """Return the digests of a shard's blocks, by which a copy that differs is found early."""
+        with suppress(errors.MillraceError):  # without them, the whole copies are compared
+            return self._read_blocks(shard)
+        return b""
 
     def _release(self, fetched: Future[Path | None]) -> None:
         """Release a whole file that was fetched and is not needed."""

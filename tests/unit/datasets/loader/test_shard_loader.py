@@ -19,7 +19,7 @@ from millrace.datasets.loader import Remainder, ShardLoader
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
-from millrace.storage import open_store
+from millrace.storage import open_store, put, read
 from tests.support.s3 import Refusal, serve_s3
 from tests.support.shard_datasets import write_dataset
 
@@ -602,3 +602,23 @@ def test_bytes_that_change_once_on_their_way_are_read_again(
         assert load_bodies(loader) == expected
         assert once.times == 0
         assert caplog.text.count(f"{key} is read again, since its bytes do not have") == 1
+
+
+def test_a_mirror_of_other_content_does_not_double_the_traffic_of_whole_files(
+    tmp_path: Path,
+) -> None:
+    urls = [f"memory://{secrets.token_hex(8)}" for _ in range(2)]
+    stores, rng = [open_store(url) for url in urls], np.random.default_rng(1)
+    parts = [[Sample(f"k{n}", {"bin": rng.bytes(20 << 20)}, n)] for n in range(4)]
+    for store in stores:
+        manifest = write_dataset(store, "d", ["mds"], {"bin": FieldType.BYTES}, parts)
+    for shard in manifest.shards:
+        body = bytearray(read(stores[1], shard.key))
+        for at in range(0, len(body), 1 << 20):
+            body[at] ^= 1
+        put(stores[1], shard.key, bytes(body))
+    loader = ShardLoader(urls, "d", cache=tmp_path / "cache")
+    assert load_bodies(loader) == {part[0].key: part[0].fields["bin"] for part in parts}
+    found = loader.make_mirror_report().locations
+    assert found[1].differing > 0
+    assert sum(one.served_bytes for one in found) == manifest.size
