@@ -23,6 +23,7 @@ from typing import NoReturn, Protocol, TypeVar
 from millrace import errors
 from millrace.block_lists import read_blocks_at
 from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.mirrored_files import limit_retries
 from millrace.datasets.loader.shard_parts import PartGrowth, ShardParts, allocate_view
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
 from millrace.digest import (
@@ -37,7 +38,7 @@ from millrace.digest import (
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import read, read_views_and_hash
+from millrace.storage import Store, read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
 
@@ -123,6 +124,7 @@ class ShardFetcher:
         self._lock = threading.Lock()
         self._fetched: dict[str, Future[Path | None]] = {}  # whole files that are not open yet
         self._all_blocks: bytes | None = None
+        self._lists_at: Store | None = None  # that had the digests of blocks of the last shard
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
         self._whole_files = DaemonThreadPool(_WHOLE_FILES, "shard-files")
 
@@ -190,9 +192,7 @@ class ShardFetcher:
         start = shard.first_block * BLOCK_DIGEST_SIZE
         size = self._table.block_count * BLOCK_DIGEST_SIZE
         if size > _SMALL_LISTS:
-            return self._files.ask_stores(
-                lambda store: read_blocks_at(store, key, start, shard.digest, shard.size)
-            )
+            return self._read_list(key, start, shard)
         with self._lock:
             if self._all_blocks is None:
                 blocks = b""  # after an error of the store that may pass, the next call asks again
@@ -201,6 +201,22 @@ class ShardFetcher:
                 self._all_blocks = blocks
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""
+
+    def _read_list(self, key: str, start: int, shard: ListedShard) -> bytes:
+        """Return the digests of a shard's blocks from the first store that has them.
+
+        The store that had those of the last shard is asked first.
+        """
+        *others, last = sorted(self._files.stores, key=lambda store: store is not self._lists_at)
+        for store in others:
+            with suppress(errors.MillraceError):
+                limited = limit_retries(store)
+                if found := read_blocks_at(limited, key, start, shard.digest, shard.size):
+                    self._lists_at = store
+                    return found
+        found = read_blocks_at(last, key, start, shard.digest, shard.size)
+        self._lists_at = last if found else None
+        return found
 
     def _fetch_blocks(
         self, shard: ListedShard, blocks: bytes, first: int, last: int

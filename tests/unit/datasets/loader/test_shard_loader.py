@@ -15,10 +15,11 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import FieldType
-from millrace.datasets.loader import Remainder, ShardLoader
+from millrace.datasets.loader import Remainder, ShardLoader, fetch
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
+from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put, read
 from tests.support.s3 import Refusal, serve_s3
 from tests.support.shard_datasets import write_dataset
@@ -622,3 +623,25 @@ def test_a_mirror_of_other_content_does_not_double_the_traffic_of_whole_files(
     found = loader.make_mirror_report().locations
     assert found[1].differing > 0
     assert sum(one.served_bytes for one in found) == manifest.size
+
+
+def test_digests_of_blocks_are_read_where_they_are(
+    mirrors: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that a prewarm has filled may have the shards alone."""
+    monkeypatch.setattr(fetch, "_SMALL_LISTS", 0)  # as in a dataset of more than 32 GiB
+    copied: list[str] = []
+    copy_file = DatasetFiles.copy_file
+
+    def note_copy(files: DatasetFiles, key: str, *args: Any) -> None:
+        copied.append(key)
+        copy_file(files, key, *args)
+
+    monkeypatch.setattr(DatasetFiles, "copy_file", note_copy)
+    expected = load_bodies(ShardLoader(mirrors[1].as_uri(), "d"))
+    (mirrors[1] / DatasetKeys("d").block_digests).unlink()
+    loader = ShardLoader([mirrors[1].as_uri(), mirrors[2].as_uri()], "d")
+    assert load_bodies(loader) == expected
+    assert copied == []
+    assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d")) == expected
+    assert len(copied) == 4
