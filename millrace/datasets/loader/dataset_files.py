@@ -134,7 +134,9 @@ class DatasetFiles:
                 return os.pread(file.fileno(), end - start, start)
         return self._reader.read_range(item, start, end, check=check)
 
-    def fetch_file(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> Path | None:
+    def fetch_file(
+        self, key: str, size: int, digest: str, *, blocks: bytes | Callable[[], bytes] = b""
+    ) -> Path | None:
         """Return the path of a verified file on the disk of the node. It is fetched if needed.
 
         The file stays until `release` or `close`. Processes of the node fetch a file once.
@@ -143,7 +145,8 @@ class DatasetFiles:
             key: Key of the file.
             size: Size in bytes.
             digest: Digest of the file.
-            blocks: Joined digests of its blocks, by which a damaged part is read again alone.
+            blocks: Joined digests of its blocks, by which a damaged part is read again alone. Or a
+                function that returns them, which is called if the file is fetched.
 
         Returns:
             Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
@@ -153,8 +156,13 @@ class DatasetFiles:
         """
         lent = self._find_warmed(key, size, digest)
         if lent is None and self._cache is not None:
-            item = MirroredObject(key, size, digest=digest, blocks=blocks)
-            lent = self._cache.lend(digest, size, lambda file: download(self._reader, item, file))
+
+            def fetch(file: int) -> None:
+                known = blocks if isinstance(blocks, bytes) else blocks()
+                item = MirroredObject(key, size, digest=digest, blocks=known)
+                download(self._reader, item, file)
+
+            lent = self._cache.lend(digest, size, fetch)
         if lent is None:
             return None
         with self._lock:

@@ -24,7 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from millrace.digest import check_digest, compute_digest, compute_file_digest, get_algorithm
+from millrace.digest import (
+    DigestError,
+    check_digest,
+    compute_digest,
+    compute_file_digest,
+    get_algorithm,
+)
 from millrace.errors import FULL_DISK, ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +55,7 @@ class LentFile:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._close = weakref.finalize(self, os.close, os.dup(lock))
+        self._close = weakref.finalize(self, _LockFile(lambda: os.dup(lock)).close)
 
     def close(self) -> None:
         """Allow the removal of the file. A file that is open elsewhere can be read to its end."""
@@ -67,6 +73,48 @@ class LentFile:
     ) -> None:
         """Close the file."""
         self.close()
+
+
+class _LockFile:
+    """Open file of a lock, which the child of a fork closes.
+
+    The child would hold the lock until its own end, whatever this process does.
+
+    Args:
+        open_file: Function that opens the file, and returns the descriptor.
+
+    Attributes:
+        descriptor: Descriptor of the file.
+    """
+
+    def __init__(self, open_file: Callable[[], int]) -> None:
+        with _fork_lock:
+            self.descriptor = open_file()
+            _lock_files.add(self)
+
+    def close(self) -> None:
+        """Close the file. The lock ends with the last descriptor of it."""
+        with _fork_lock:
+            if self in _lock_files:
+                _lock_files.remove(self)
+                os.close(self.descriptor)
+
+
+# No process is forked between the opening of a file and its entry, or between its removal and the
+# close. A finalizer may run while this thread has the lock.
+_fork_lock = threading.RLock()
+_lock_files = set[_LockFile]()
+
+
+def _close_in_child() -> None:
+    while _lock_files:
+        os.close(_lock_files.pop().descriptor)
+    _fork_lock.release()
+
+
+os.register_at_fork(
+    before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_close_in_child
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +139,7 @@ class DiskCache:
     and threads share a folder. If the disk is full, files are not cached, after one warning.
 
     Args:
-        folder: Folder on a local disk. Nothing else may be in the folder.
+        folder: Folder on a local disk. Files of other programs in it stay, and are not counted.
         max_bytes: Largest size of all files, with those that are being fetched.
 
     Attributes:
@@ -279,7 +327,7 @@ class DiskCache:
 
     def _list_files(self) -> list[_CachedFile]:
         found: list[_CachedFile] = []
-        for entry in os.scandir(self._files):
+        for entry in _scan(self._files):
             with suppress(FileNotFoundError):
                 size = entry.stat().st_size
                 found.append(_CachedFile(entry.name, size, _find_use(self._locks / entry.name)))
@@ -288,7 +336,7 @@ class DiskCache:
     def _measure_parts(self, own: str) -> int:
         """Return the bytes of files that are being fetched; remove those of killed processes."""
         size = 0
-        for entry in os.scandir(self._parts):
+        for entry in _scan(self._parts):
             if entry.name == own:
                 continue
             try:
@@ -299,8 +347,8 @@ class DiskCache:
         return size
 
     def _iterate_entries(self) -> "Iterator[os.DirEntry[str]]":
-        yield from os.scandir(self._files)
-        yield from os.scandir(self._parts)
+        yield from _scan(self._files)
+        yield from _scan(self._parts)
 
     def _hold(self, name: str, mode: int) -> AbstractContextManager[int]:
         """Hold the lock of a file; the value is its descriptor.
@@ -320,11 +368,11 @@ class DiskCache:
             if self._has_warned:
                 return
             self._has_warned = True
-        why = "all files in it are in use" if error is None else error.strerror
-        logger.warning(
-            "Files are read without the cache in %s: %s. Make more room, or allow more bytes than "
-            "%d.", self.folder, why, self.max_bytes,
-        )  # fmt: skip
+        why = "all files in it are in use" if error is None else error.strerror or str(error)
+        remedy = "Correct the folder or its permissions, or choose a folder on another disk."
+        if error is None or error.errno in FULL_DISK:
+            remedy = f"Make more room, or allow more bytes than {self.max_bytes}."
+        logger.warning("Files are read without the cache in %s: %s. %s", self.folder, why, remedy)
 
 
 def _make_name(digest: str) -> str:
@@ -336,18 +384,29 @@ def _make_name(digest: str) -> str:
     return check_digest(digest).replace(":", "-")
 
 
+def _scan(folder: Path) -> "Iterator[os.DirEntry[str]]":
+    """Yield the files of a folder that the cache has named. Those of other programs stay."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                check_digest(entry.name.replace("-", ":", 1))
+            except DigestError:
+                continue
+            yield entry
+
+
 @contextmanager
 def _hold_lock(path: Path, mode: int) -> Generator[int]:
     """Open and lock a file, which another process may remove meanwhile; yield the descriptor."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _LockFile(lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
         try:
-            fcntl.flock(lock, mode)
-            if _is_at(path, lock):
-                yield lock
+            fcntl.flock(file.descriptor, mode)
+            if _is_at(path, file.descriptor):
+                yield file.descriptor
                 return
         finally:
-            os.close(lock)
+            file.close()
 
 
 def _is_at(path: Path, file: int) -> bool:

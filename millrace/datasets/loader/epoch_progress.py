@@ -42,6 +42,8 @@ class EpochProgress:
         received: Number of samples that the process has received since the streams were dealt. The
             loader counts them.
         is_ended: Whether the process has reached the end of the epoch. The loader sets it.
+        is_resumed_at_end: Whether the state was saved at the end of an epoch, and nothing was read
+            since then. The loader changes it.
 
     Raises:
         ConfigurationError: The state does not fit the order or the process.
@@ -52,7 +54,8 @@ class EpochProgress:
     ) -> None:
         self.order = order
         self.received, self.is_ended = 0, False
-        self._start = state.model_copy(update={"share": None})
+        self.is_resumed_at_end, self._is_before_end = state.is_after_end, False
+        self._start = state.model_copy(update={"share": None, "is_after_end": False})
         self._process, self._remainder = process, remainder
         counts = read_counts(state, order.lengths)
         dealt = deal_streams(counts, process.world_size, process.workers)
@@ -67,6 +70,11 @@ class EpochProgress:
     def epoch(self) -> int:
         """Number of the epoch. After its end, that of the next one."""
         return self._start.epoch + self.is_ended
+
+    @property
+    def last_ended(self) -> int | None:
+        """Number of the epoch at whose end the state was saved; None if it was not at an end."""
+        return self._start.epoch - (not self._is_before_end) if self.is_resumed_at_end else None
 
     def locate_streams(self) -> dict[int, StreamPosition]:
         """Return the positions of the process's streams that may have further samples.
@@ -87,22 +95,27 @@ class EpochProgress:
         """Return the number of samples with which a stream ends, if none are transformed."""
         return int(self._ends[stream])
 
+    def pass_end(self) -> None:
+        """Note that the trainer has seen the end of the epoch that the state is at the end of."""
+        self.is_ended |= self._is_before_end
+
     def make_state(self) -> LoaderState:
         """Return the state of the process, which is that of all of them where this is known."""
         process, lengths = self._process, self.order.lengths
         is_alone = process.world_size == process.workers == 1
         is_share = not is_alone and (process.workers > 1 or self._remainder is Remainder.KEEP)
         if self.is_ended and not is_share:
-            return self._start.start_epoch(self.epoch)
+            return self._start.end_epoch()
+        start = self._start.model_copy(update={"is_after_end": self.is_resumed_at_end})
         if not is_alone:
-            state = self._start.model_copy(update={"share": self._make_share()})
+            state = start.model_copy(update={"share": self._make_share()})
             return state if is_share else combine_states([state], lengths)
         found = self._locate_all()
         positions = [found[stream] for stream in range(len(lengths))]
         if self._start.makes_samples:
-            return self._start.replace_positions([one.list_numbers() for one in positions])
+            return start.replace_positions([one.list_numbers() for one in positions])
         position, ahead = encode_counts(np.array([one.row for one in positions]), lengths)
-        return self._start.model_copy(update={"position": position, "ahead": ahead})
+        return start.model_copy(update={"position": position, "ahead": ahead})
 
     def make_undealt_state(self) -> LoaderState:
         """Return a state whose streams can be dealt to other processes of the same rank.
@@ -203,6 +216,8 @@ class EpochProgress:
         """Move the streams of the process to what it had received."""
         own = list(self._positions)
         self.received = share.received
+        self._is_before_end = share.is_ended
+        self.is_resumed_at_end |= share.is_ended
         # A worker that has ended gives no sample until the other workers of its rank have, too.
         self.is_ended = share.is_ended and share.workers == 1
         if share.streams is not None:

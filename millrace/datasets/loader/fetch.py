@@ -9,17 +9,21 @@ two ways:
   Without a cache, the file has no name, and is gone when it is closed.
 """
 
+import logging
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from millrace import errors
 from millrace.block_lists import read_blocks_at
 from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.mirrored_files import limit_retries
 from millrace.datasets.loader.shard_parts import PartGrowth, ShardParts, allocate_view
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
 from millrace.digest import (
@@ -34,9 +38,12 @@ from millrace.digest import (
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import read, read_views_and_hash
+from millrace.storage import Store, read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SMALL_LISTS = 1 << 20  # bytes of the digests of all blocks that are read in one request
 _WHOLE_FILES = 4  # files that are fetched at once
@@ -117,6 +124,7 @@ class ShardFetcher:
         self._lock = threading.Lock()
         self._fetched: dict[str, Future[Path | None]] = {}  # whole files that are not open yet
         self._all_blocks: bytes | None = None
+        self._lists_at: Store | None = None  # that had the digests of blocks of the last shard
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
         self._whole_files = DaemonThreadPool(_WHOLE_FILES, "shard-files")
 
@@ -147,8 +155,11 @@ class ShardFetcher:
                 growth=growth,
             )
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
+            copy = partial(
+                self._files.copy_file, shard.key, shard.size, shard.digest, file.fileno()
+            )
             try:
-                self._files.copy_file(shard.key, shard.size, shard.digest, file.fileno())
+                self._read_twice(shard, copy)
             except errors.MillraceError as error:
                 self._raise_explained(shard, error)
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
@@ -181,9 +192,7 @@ class ShardFetcher:
         start = shard.first_block * BLOCK_DIGEST_SIZE
         size = self._table.block_count * BLOCK_DIGEST_SIZE
         if size > _SMALL_LISTS:
-            return self._files.ask_stores(
-                lambda store: read_blocks_at(store, key, start, shard.digest, shard.size)
-            )
+            return self._read_list(key, start, shard)
         with self._lock:
             if self._all_blocks is None:
                 blocks = b""  # after an error of the store that may pass, the next call asks again
@@ -193,24 +202,59 @@ class ShardFetcher:
         own = self._all_blocks[start : start + count_blocks(shard.size) * BLOCK_DIGEST_SIZE]
         return own if own and combine_blocks(own) == shard.digest else b""
 
+    def _read_list(self, key: str, start: int, shard: ListedShard) -> bytes:
+        """Return the digests of a shard's blocks from the first store that has them.
+
+        The store that had those of the last shard is asked first.
+        """
+        *others, last = sorted(self._files.stores, key=lambda store: store is not self._lists_at)
+        for store in others:
+            with suppress(errors.MillraceError):
+                limited = limit_retries(store)
+                if found := read_blocks_at(limited, key, start, shard.digest, shard.size):
+                    self._lists_at = store
+                    return found
+        found = read_blocks_at(last, key, start, shard.digest, shard.size)
+        self._lists_at = last if found else None
+        return found
+
     def _fetch_blocks(
         self, shard: ListedShard, blocks: bytes, first: int, last: int
     ) -> list[memoryview]:
         """Return adjacent blocks of a shard, verified, as consecutive views."""
         expected = slice_blocks(blocks, range(first, last))
         start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, shard.size)
+        read_blocks = partial(self._read_and_compare, shard, expected, start, end)
+        if len(self._files.stores) > 1:
+            read_blocks = partial(self._read_anywhere, shard, blocks, expected, start, end)
         try:
-            if len(self._files.stores) == 1:
-                return self._read_and_compare(shard, expected, start, end)
-
-            def check(data: bytes) -> None:
-                if hash_blocks(data) != expected:
-                    raise errors.CorruptError("its bytes do not have the digests of their blocks")
-
-            item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
-            return [memoryview(self._files.read_object(item, start, end, check=check))]
+            return self._read_twice(shard, read_blocks)
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
+
+    def _read_twice(self, shard: ListedShard, read_shard: Callable[[], T]) -> T:
+        """Read bytes, and once more if they differ, since they may have changed on their way."""
+        try:
+            return read_shard()
+        except errors.CorruptError as error:
+            logger.warning(
+                "%s is read again, since its bytes do not have their digest. %s",
+                self._name(shard),
+                error,
+            )
+            return read_shard()
+
+    def _read_anywhere(
+        self, shard: ListedShard, blocks: bytes, expected: bytes, start: int, end: int
+    ) -> list[memoryview]:
+        """Return blocks of any of several stores."""
+
+        def check(data: bytes) -> None:
+            if hash_blocks(data) != expected:
+                raise errors.CorruptError("its bytes do not have the digests of their blocks")
+
+        item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
+        return [memoryview(self._files.read_object(item, start, end, check=check))]
 
     def _read_and_compare(
         self, shard: ListedShard, expected: bytes, start: int, end: int
@@ -274,7 +318,15 @@ class ShardFetcher:
             self._files.release(path)
 
     def _fetch_file(self, shard: ListedShard) -> Path | None:
-        return self._files.fetch_file(shard.key, shard.size, shard.digest)
+        blocks = partial(self._find_blocks, shard) if len(self._files.stores) > 1 else b""
+        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest, blocks=blocks)
+        return self._read_twice(shard, fetch)
+
+    def _find_blocks(self, shard: ListedShard) -> bytes:
+        """Return the digests of a shard's blocks, by which a copy that differs is found early."""
+        with suppress(errors.MillraceError):  # without them, the whole copies are compared
+            return self._read_blocks(shard)
+        return b""
 
     def _release(self, fetched: Future[Path | None]) -> None:
         """Release a whole file that was fetched and is not needed."""

@@ -120,6 +120,7 @@ class LoaderState(OrderSettings):
         ahead: Number of samples beyond it that were received, by the stream.
         positions: Position of each stream instead, if samples are transformed or packed.
         share: Share of one process, if the state is that of one process only.
+        is_after_end: Whether the epoch before was read to its end, and nothing of this epoch.
     """
 
     kind: Literal["millrace-shard-loader"] = KIND
@@ -129,11 +130,12 @@ class LoaderState(OrderSettings):
     ahead: dict[int, int] = {}
     positions: list[PositionNumbers] | None = None
     share: LoaderShare | None = None
+    is_after_end: bool = False
 
-    def start_epoch(self, epoch: int) -> "LoaderState":
-        """Return the state of the beginning of an epoch."""
+    def end_epoch(self) -> "LoaderState":
+        """Return the state of the end of the epoch, which is the beginning of the next one."""
         none: dict[str, Any] = {"position": 0, "ahead": {}, "positions": None, "share": None}
-        return self.model_copy(update={**none, "epoch": epoch})
+        return self.model_copy(update={**none, "epoch": self.epoch + 1, "is_after_end": True})
 
     def replace_positions(self, positions: list[list[int]]) -> "LoaderState":
         """Return the state with the position of each stream instead of one for all."""
@@ -223,15 +225,19 @@ def combine_states(states: Sequence[LoaderState], lengths: Counts) -> LoaderStat
     if not states:
         raise ConfigurationError("There is no state of a ShardLoader in what was given to load.")
     first = states[0]
-    without = first.model_copy(update={"share": None})
-    if any(one.model_copy(update={"share": None}) != without for one in states):
+    common: dict[str, Any] = {
+        "share": None,
+        "is_after_end": all(one.is_after_end for one in states),
+    }
+    without = first.model_copy(update=common)
+    if any(one.model_copy(update=common) != without for one in states):
         raise ConfigurationError(
             "The states to load are of different steps or datasets. Give those that all ranks and "
             "workers saved at one step."
         )
     shares = [one.share for one in states]
     if all(share is None for share in shares):
-        return first
+        return without
     known = {share.process: share for share in shares if share is not None}
     if None in shares or len({process[2:] for process in known}) > 1:
         raise ConfigurationError(
@@ -260,7 +266,7 @@ def _combine_positions(
                     raise ConfigurationError("The state of the loader has an unknown stream.")
                 positions[stream] = list(numbers)
     if all(share.is_ended for share in known.values()):
-        return state.start_epoch(state.epoch + 1)
+        return state.end_epoch()
     return state.replace_positions(positions)
 
 
@@ -284,7 +290,7 @@ def _combine_counts(
                 raise _make_missing_error(like, worker, world_size, workers)
             reached[streams] = advance_counts(counts[streams], ends[streams], share.received)
     if (reached >= ends).all():
-        return state.start_epoch(state.epoch + 1)
+        return state.end_epoch()
     position, ahead = encode_counts(reached, lengths)
     return state.model_copy(update={"position": position, "ahead": ahead})
 

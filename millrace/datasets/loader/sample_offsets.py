@@ -1,5 +1,6 @@
 """Offsets of samples in tar shards: those of the manifest, and those that readers have found."""
 
+import os
 import threading
 from array import array
 from bisect import bisect_right
@@ -8,6 +9,13 @@ from typing import Any
 
 _STEP = 64  # samples between two that are remembered
 _MAX_SHARDS = 10_000  # shards whose offsets are remembered
+
+# One lock for all offsets, which is held while the process is forked. Otherwise the child could get
+# a lock that no thread will release.
+_lock = threading.Lock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 class SampleOffsets:
@@ -19,12 +27,11 @@ class SampleOffsets:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: dict[str, tuple[array[int], array[int]]] = {}  # rows and offsets of a shard
 
     def add_shard(self, shard: str, offsets: Sequence[tuple[int, int]]) -> None:
         """Remember samples and their offsets, as a manifest has them, unless the shard is known."""
-        with self._lock:
+        with _lock:
             if shard not in self._known:
                 rows, places = zip(_FIRST, *offsets, strict=True)
                 self._remember(shard, array("q", rows), array("q", places))
@@ -36,7 +43,7 @@ class SampleOffsets:
             shard: Name of the shard.
             row: Number of the sample within its shard.
         """
-        with self._lock:
+        with _lock:
             if shard not in self._known:
                 return _FIRST
             rows, offsets = self._known[shard]
@@ -45,7 +52,7 @@ class SampleOffsets:
 
     def note(self, shard: str, row: int, offset: int) -> None:
         """Remember the offset of a sample, unless that of a sample shortly before is known."""
-        with self._lock:
+        with _lock:
             known = self._known.pop(shard, None)
             rows, offsets = known or (array("q", _FIRST[:1]), array("q", _FIRST[1:]))
             self._remember(shard, rows, offsets)

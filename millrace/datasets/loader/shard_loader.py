@@ -175,6 +175,7 @@ class ShardLoader:
         self._batch_size = batch_size
         self._process = ReaderProcess(rank, 0, world_size, 1)
         self._iteration = 0
+        self._stays_at_end = False
         self._progress = self._begin(self._make_first_state(epoch=0))
         if self.samples < world_size:
             raise errors.ConfigurationError(
@@ -269,9 +270,14 @@ class ShardLoader:
                 iteration has begun. Or a field without a type cannot be decoded.
         """
         self._files.open()
+        self._iteration += 1
+        if self._stays_at_end:
+            self._stays_at_end = False
+            self._progress.pass_end()
+            return iter(())
         if self._progress.is_ended:
             self._progress = self._begin(self._make_first_state(self.epoch))
-        self._iteration += 1
+        self._progress.is_resumed_at_end = False
         if self._batch_size is None:
             return self._iterate(self._iteration)
         return self._iterate_batches(self._iteration, self._batch_size)
@@ -279,12 +285,26 @@ class ShardLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is.
 
+        The current epoch of a state that was saved at the end of an epoch is this epoch. Then the
+        next iteration is its rest, without a sample.
+
         Raises:
             ConfigurationError: The number of the epoch is negative, or no integer.
         """
         state = self._make_first_state(epoch)
+        if epoch == self._progress.last_ended:
+            self.stay_at_end()
+            return
+        self._stays_at_end = self._progress.is_resumed_at_end = False
         if epoch != self.epoch or self._progress.is_ended:
             self._go_to(state)
+
+    def stay_at_end(self) -> None:
+        """Let the next iteration have no sample, if a state was loaded that ended an epoch.
+
+        A trainer that was at the end of an epoch goes on with the rest of this epoch.
+        """
+        self._stays_at_end = self._progress.is_resumed_at_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.
@@ -366,7 +386,7 @@ class ShardLoader:
 
     def _go_to(self, state: LoaderState) -> None:
         """Go to a state, and end the current iteration."""
-        self._progress = self._begin(state)
+        self._progress, self._stays_at_end = self._begin(state), False
         self._iteration += 1
 
     def _check_state(self, state: LoaderState) -> None:

@@ -1,10 +1,10 @@
 """A `ShardLoader` as an ``IterableDataset`` of PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import c_bool
+from ctypes import Structure, c_bool, c_longlong
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -12,11 +12,27 @@ from millrace.datasets.loader.shard_loader import ShardLoader
 from millrace.errors import ConfigurationError
 
 
+class _SharedState(Structure):
+    """State of a dataset that its worker processes share.
+
+    Attributes:
+        is_elsewhere: Whether worker processes read the samples.
+        changes: Number of calls of this process that have moved the dataset.
+        epoch: Epoch of the last of these calls; -1 if a state was loaded.
+    """
+
+    _fields_: ClassVar = [("is_elsewhere", c_bool), ("changes", c_longlong), ("epoch", c_longlong)]
+    is_elsewhere: bool
+    changes: int
+    epoch: int
+
+
 class TorchShards(IterableDataset[Any]):
     """Samples of a loader, for a ``DataLoader`` with any number of workers.
 
     Each worker process reads whole streams of the rank. A worker that stays for several epochs goes
-    on with the next epoch. Others take the epoch of this process, so call `set_epoch` before each.
+    on with the next epoch, or with that of `set_epoch`. Others take the epoch of this process, so
+    call `set_epoch` before each.
 
     Args:
         loader: The loader.
@@ -25,12 +41,19 @@ class TorchShards(IterableDataset[Any]):
     def __init__(self, loader: ShardLoader) -> None:
         super().__init__()
         self._loader = loader
-        self._is_elsewhere = RawValue(c_bool)  # worker processes share it
+        self._shared = RawValue(_SharedState)
+        self._changes = 0  # that this copy of the dataset knows
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, or over the worker's share of it."""
         self._take_share()
-        self._is_elsewhere.value = get_worker_info() is not None
+        is_worker = get_worker_info() is not None
+        self._shared.is_elsewhere = is_worker
+        if is_worker and self._changes != self._shared.changes:
+            if self._shared.epoch < 0:
+                return _refuse_state()
+            self._changes = self._shared.changes
+            self._loader.set_epoch(self._shared.epoch)
         return iter(self._loader)
 
     def __len__(self) -> int:
@@ -46,9 +69,9 @@ class TorchShards(IterableDataset[Any]):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The current epoch stays where it is."""
+        """Go to the beginning of an epoch, see `ShardLoader.set_epoch`."""
         self._loader.set_epoch(epoch)
-        self._note_own_position()
+        self._note_own_position(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process, see `ShardLoader.state_dict`.
@@ -56,7 +79,7 @@ class TorchShards(IterableDataset[Any]):
         Raises:
             ConfigurationError: Other processes read the samples.
         """
-        if get_worker_info() is None and self._is_elsewhere.value:
+        if get_worker_info() is None and self._shared.is_elsewhere:
             raise ConfigurationError(
                 "Worker processes read the samples, and this process does not know how far they "
                 "are. Use `state_dict` of torchdata's StatefulDataLoader, or `num_workers=0`."
@@ -65,28 +88,43 @@ class TorchShards(IterableDataset[Any]):
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go to the position of a state, see `ShardLoader.load_state_dict`."""
+        """Go to the position of a state, see `ShardLoader.load_state_dict`.
+
+        The next iteration is the rest of the epoch of the state, also if no sample is left of it.
+        """
         self._take_share()
         self._loader.load_state_dict(state)
-        self._note_own_position()
+        self._loader.stay_at_end()
+        self._note_own_position(-1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a worker process. A copy reads by itself."""
         state = dict(vars(self))
         if get_spawning_popen() is None:
-            del state["_is_elsewhere"]
+            del state["_shared"], state["_changes"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the attributes of another process, or of the original."""
-        vars(self).update({"_is_elsewhere": RawValue(c_bool), **state})
+        vars(self).update({"_shared": RawValue(_SharedState), "_changes": 0, **state})
 
-    def _note_own_position(self) -> None:
-        """Note that the next samples are those of this process's position."""
+    def _note_own_position(self, epoch: int) -> None:
+        """Note that the next samples are those of this process's position, also in workers."""
         if get_worker_info() is None:
-            self._is_elsewhere.value = False
+            self._shared.is_elsewhere, self._shared.epoch = False, epoch
+            self._shared.changes += 1
+            self._changes = self._shared.changes
 
     def _take_share(self) -> None:
         worker = get_worker_info()
         if worker is not None:
             self._loader.read_as_worker(worker.id, worker.num_workers)
+
+
+def _refuse_state() -> Iterator[Any]:
+    """Raise an error at the first sample. PyTorch ends a worker that has an error before."""
+    raise ConfigurationError(
+        "A state was loaded after the worker processes began, and they stay where they are. Make a "
+        "new DataLoader after `load_state_dict`."
+    )
+    yield

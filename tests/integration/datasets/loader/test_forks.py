@@ -304,6 +304,27 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
     assert dataset.state_dict() == state
 
 
+def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path) -> None:
+    """An epoch may end early, such as with the first rank that has no more samples."""
+    from torch.utils.data import DataLoader
+
+    write_texts(tmp_path)
+    alone = ShardLoader(tmp_path.as_uri(), "d")
+    epochs = [[sample["txt"] for sample in alone] for _ in range(4)]
+    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=1, timeout=120, multiprocessing_context="fork",
+        persistent_workers=True,
+    )  # fmt: skip
+    for epoch, count in ((0, 5), (1, 40), (3, 7), (2, 40), (3, 3), (0, 40)):
+        dataset.set_epoch(epoch)
+        found = [sample["txt"] for sample in itertools.islice(data, count)]
+        assert found == epochs[epoch][:count], epoch
+    dataset.load_state_dict(alone.state_dict())
+    with pytest.raises(errors.ConfigurationError, match="A state was loaded after the worker"):
+        next(iter(data))
+
+
 def test_a_copy_of_a_dataset_for_torch_leaves_the_state_of_the_original(tmp_path: Path) -> None:
     texts = write_texts(tmp_path)
     dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
@@ -347,6 +368,105 @@ def test_forked_workers_of_torchdata_have_a_state(tmp_path: Path) -> None:
     received = [next(iterator)["txt"] for _ in range(7)]
     received += [sample["txt"] for sample in make_loader(0, data.state_dict())]
     assert sorted(received) == texts
+
+
+class Training:
+    """A training as that of the guide, which counts its epochs and saves after each batch.
+
+    Args:
+        folder: Folder of the dataset.
+        workers: Number of workers.
+        batch_size: Samples of a batch.
+        options: Further arguments of the loader.
+        stays: Whether workers stay for several epochs.
+    """
+
+    def __init__(
+        self, folder: Path, workers: int, batch_size: int, *, stays: bool = False, **options: Any
+    ) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        self.dataset = ShardLoader(folder.as_uri(), "d", streams=4, **options).as_torch_dataset()
+        forks: Any = {"timeout": 120, "multiprocessing_context": "fork"} if workers else {}
+        self.data = StatefulDataLoader(
+            self.dataset, batch_size=batch_size, num_workers=workers, collate_fn=list,
+            persistent_workers=stays and workers > 0, **forks,
+        )  # fmt: skip
+        self.received: dict[int, list[str]] = {}
+        self.in_epoch: Any = None
+        self.after_epoch: Any = None
+
+    def run(self, saved: Any = None, *, epochs: int, others: bool = False) -> None:
+        """Train from what was saved up to a number of epochs.
+
+        Args:
+            saved: What another training has saved.
+            epochs: Number of epochs.
+            others: Whether the other training had another number of workers.
+        """
+        epoch = saved["epoch"] if saved else 0
+        self.dataset.set_epoch(epoch)
+        if saved:
+            (self.dataset if others else self.data).load_state_dict(saved["data"])
+        while epoch < epochs:
+            self.received[epoch] = []
+            for batch in self.data:
+                self.received[epoch] += [sample["txt"] for sample in batch]
+                self.in_epoch = {"epoch": epoch, "data": self.data.state_dict()}
+            epoch += 1
+            self.after_epoch = {"epoch": epoch, "data": self.data.state_dict()}
+            self.dataset.set_epoch(epoch)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("saved", "workers", "stays", "options"),
+    [
+        ("in_epoch", 0, False, {"batch_size": 16}),
+        ("in_epoch", 1, False, {"batch_size": 16}),
+        ("in_epoch", 1, False, {"batch_size": 8}),
+        ("in_epoch", 2, False, {"batch_size": 16}),
+        ("in_epoch", 1, True, {"batch_size": 16}),
+        ("in_epoch", 2, True, {"batch_size": 16}),
+        ("in_epoch", 0, False, {"batch_size": 10, "world_size": 2}),
+        ("in_epoch", 1, False, {"batch_size": 10, "world_size": 2}),
+        ("in_epoch", 1, False, {"batch_size": 16, "world_size": 2, "remainder": "keep"}),
+        ("in_epoch", 1, False, {"batch_size": 16, "transform": lambda sample: [sample]}),
+        ("after_epoch", 0, False, {"batch_size": 16}),
+        ("after_epoch", 1, False, {"batch_size": 16}),
+        ("after_epoch", 1, True, {"batch_size": 16}),
+        ("after_epoch", 2, True, {"batch_size": 16}),
+    ],
+)
+def test_a_training_that_was_saved_at_the_end_of_an_epoch_reads_the_next_one_once(
+    tmp_path: Path, saved: str, workers: int, stays: bool, options: dict[str, Any]
+) -> None:
+    """With the last batch of the epoch, or after it."""
+    write_texts(tmp_path)
+    whole = Training(tmp_path, workers, stays=stays, **options)
+    whole.run(epochs=3)
+    first = Training(tmp_path, workers, stays=stays, **options)
+    first.run(epochs=1)
+    assert first.received[0] == whole.received[0]
+    second = Training(tmp_path, workers, stays=stays, **options)
+    second.run(getattr(first, saved), epochs=3)
+    rest = {0: list[str]()} if saved == "in_epoch" else {}
+    assert second.received == {**rest, 1: whole.received[1], 2: whole.received[2]}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (2, 0), (2, 1)])
+def test_a_training_with_other_workers_reads_the_next_epoch_once(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    texts = write_texts(tmp_path)
+    first = Training(tmp_path, before, 16)
+    first.run(epochs=1)
+    second = Training(tmp_path, after, 16)
+    second.run(first.in_epoch, epochs=3, others=True)
+    assert {epoch: sorted(one) for epoch, one in second.received.items()} == {
+        0: [], 1: texts, 2: texts
+    }  # fmt: skip
 
 
 def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:

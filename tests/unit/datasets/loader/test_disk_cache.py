@@ -5,6 +5,10 @@ import fcntl
 import os
 import random
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -271,6 +275,8 @@ def test_an_error_of_the_disk_leaves_no_lock(tmp_path, source, monkeypatch, capl
     assert cache.lend_from(*wanted) is None
     assert_no_lock_is_held(cache.folder)
     assert caplog.text.count("Input/output error") == 1
+    assert "Correct the folder or its permissions" in caplog.text
+    assert "Make more room" not in caplog.text
     monkeypatch.undo()
     assert read(source.lend(cache, body)) == read(cache.lend_from(*wanted)) == body
 
@@ -284,3 +290,73 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(errors.ConfigurationError, match="cannot be made"):
         DiskCache(tmp_path / "file", KB)
+
+
+def test_files_of_other_programs_in_the_folder_stay(tmp_path, source):
+    """The folder may be that of a project, which has such folders of its own."""
+    others = []
+    for name in ("files", "parts"):
+        (tmp_path / name / "folder").mkdir(parents=True)
+        others += [tmp_path / name / "photo.jpg", tmp_path / name / "folder" / "notes"]
+    for path in others:
+        path.write_bytes(bytes(20 * KB))
+    cache = DiskCache(tmp_path, 15 * KB)
+    for number in (1, 2):
+        assert read(source.lend(cache, make(number))) == make(number)
+        assert cache.held_bytes == 10 * KB
+    assert [path.stat().st_size for path in others] == [20 * KB] * 4
+
+
+@contextmanager
+def fork_child() -> Iterator[None]:
+    """Fork a process that lives until the end of the context."""
+    context = get_context("fork")
+    begun = context.Event()
+
+    def live() -> None:
+        begun.set()
+        time.sleep(600)
+
+    child = context.Process(target=live)
+    child.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_download_holds_no_lock(tmp_path, source):
+    """Such as a worker of a `DataLoader`, while its parent reads samples of its own."""
+    cache, body = DiskCache(tmp_path, 100 * KB), make(1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fail(_: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        raise errors.UnavailableError("no store answers")
+
+    def run() -> None:
+        with pytest.raises(errors.UnavailableError):
+            cache.lend(compute_digest(body), len(body), fail)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(60)
+    with fork_child():
+        go_on.set()
+        thread.join()
+        assert_no_lock_is_held(tmp_path)
+        assert read(source.lend(cache, body)) == body
+
+
+def test_a_file_that_is_lent_during_a_fork_is_free_when_it_is_closed(tmp_path, source):
+    cache = DiskCache(tmp_path, 10 * KB)
+    lent = source.lend(cache, make(1))
+    with fork_child():
+        assert source.lend(cache, make(2)) is None
+        lent.close()
+        assert_no_lock_is_held(tmp_path)
+        assert read(source.lend(cache, make(2))) == make(2)

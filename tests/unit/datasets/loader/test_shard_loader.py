@@ -15,11 +15,13 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import FieldType
-from millrace.datasets.loader import Remainder, ShardLoader
+from millrace.datasets.loader import Remainder, ShardLoader, fetch
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.sample import Sample
-from millrace.storage import open_store
+from millrace.keys.datasets import DatasetKeys
+from millrace.storage import open_store, put, read
+from tests.support.s3 import Refusal, serve_s3
 from tests.support.shard_datasets import write_dataset
 
 SIZES = (7, 5, 8)
@@ -546,3 +548,100 @@ def test_a_loader_goes_to_any_place_of_an_epoch(make: Make, remainder: str) -> N
             loader.seek(0, wrong)
     with pytest.raises(errors.ConfigurationError, match="a loader without `transform`"):
         make(transform=list).seek(0, 1)
+
+
+@pytest.mark.parametrize("batch_size", [5, 6])
+@pytest.mark.parametrize("options", [{}, {"world_size": 2, "streams": 2}, {"transform": dict}])
+def test_a_state_of_the_end_of_an_epoch_does_not_repeat_the_epoch(
+    make: Make, options: dict[str, Any], batch_size: int
+) -> None:
+    """The trainer counts the epochs, and saves its number with the state of the last batch."""
+    options = {**options, "batch_size": batch_size}
+    loader = make(**options)
+    epochs, saved = list[list[Any]](), dict[str, Any]()
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        epochs.append([])
+        for batch in loader:
+            epochs[-1] += batch
+            saved = saved if epoch else loader.state_dict()
+    again = make(**options)
+    again.load_state_dict(saved)
+    again.set_epoch(0)
+    assert again.state_dict() == saved or "transform" in options
+    assert list(again) == []
+    again.set_epoch(1)
+    assert list(itertools.chain(*again)) == epochs[1]
+    again.load_state_dict(saved)  # without a number, the next epoch follows at once
+    if saved["epoch"]:
+        assert list(itertools.chain(*again)) == epochs[1]
+    again.load_state_dict(saved)
+    again.set_epoch(3)
+    assert again.state_dict()["epoch"] == 3
+    assert list(again) != []
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_bytes_that_change_once_on_their_way_are_read_again(
+    tmp_path: Path, is_cached: bool, has_blocks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(1)
+    samples = [Sample(f"k{n}", {"bin": rng.bytes(400_000)}, n) for n in range(6)]
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        fields = {"bin": FieldType.BYTES}
+        write_dataset(store, "d", ["mds"], fields, [samples], has_blocks=has_blocks)
+        cache = tmp_path / "cache" if is_cached else None
+        loader = ShardLoader(store.spec, "d", cache=cache)
+        key = loader.table.shards[0].key
+        changed = bytearray(endpoint.objects[key])
+        changed[500_000] ^= 1
+        once = Refusal("GET", 200, "", body=bytes(changed), key=key)
+        endpoint.refusals.append(once)
+        expected = {sample.key: sample.fields["bin"] for sample in samples}
+        assert load_bodies(loader) == expected
+        assert once.times == 0
+        assert caplog.text.count(f"{key} is read again, since its bytes do not have") == 1
+
+
+def test_a_mirror_of_other_content_does_not_double_the_traffic_of_whole_files(
+    tmp_path: Path,
+) -> None:
+    urls = [f"memory://{secrets.token_hex(8)}" for _ in range(2)]
+    stores, rng = [open_store(url) for url in urls], np.random.default_rng(1)
+    parts = [[Sample(f"k{n}", {"bin": rng.bytes(20 << 20)}, n)] for n in range(4)]
+    for store in stores:
+        manifest = write_dataset(store, "d", ["mds"], {"bin": FieldType.BYTES}, parts)
+    for shard in manifest.shards:
+        body = bytearray(read(stores[1], shard.key))
+        for at in range(0, len(body), 1 << 20):
+            body[at] ^= 1
+        put(stores[1], shard.key, bytes(body))
+    loader = ShardLoader(urls, "d", cache=tmp_path / "cache")
+    assert load_bodies(loader) == {part[0].key: part[0].fields["bin"] for part in parts}
+    found = loader.make_mirror_report().locations
+    assert found[1].differing > 0
+    assert sum(one.served_bytes for one in found) == manifest.size
+
+
+def test_digests_of_blocks_are_read_where_they_are(
+    mirrors: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that a prewarm has filled may have the shards alone."""
+    monkeypatch.setattr(fetch, "_SMALL_LISTS", 0)  # as in a dataset of more than 32 GiB
+    copied: list[str] = []
+    copy_file = DatasetFiles.copy_file
+
+    def note_copy(files: DatasetFiles, key: str, *args: Any) -> None:
+        copied.append(key)
+        copy_file(files, key, *args)
+
+    monkeypatch.setattr(DatasetFiles, "copy_file", note_copy)
+    expected = load_bodies(ShardLoader(mirrors[1].as_uri(), "d"))
+    (mirrors[1] / DatasetKeys("d").block_digests).unlink()
+    loader = ShardLoader([mirrors[1].as_uri(), mirrors[2].as_uri()], "d")
+    assert load_bodies(loader) == expected
+    assert copied == []
+    assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d")) == expected
+    assert len(copied) == 4
