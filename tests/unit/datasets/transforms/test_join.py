@@ -1,6 +1,7 @@
 """Rows of a table that are added to samples."""
 
 import io
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,6 +55,12 @@ def test_a_row_is_found_by_the_file_or_the_key(key, caption):
     assert row.fields == {"jpg": b"pixels", "txt": caption}
 
 
+@pytest.mark.parametrize("name", ["cats/1.jpg", "cats/1"])
+def test_names_of_a_table_may_begin_with_the_working_directory(name):
+    row = join(make_sample(), f"file_name,cls\n./{name},1\n".encode(), columns={"cls": "cls"})
+    assert row.fields["cls"] == b"1"
+
+
 def test_columns_become_fields_as_in_sources():
     def join_json(number):
         return join(
@@ -101,12 +108,34 @@ def test_a_table_of_parquet_gives_the_fields_of_a_parquet_source():
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["./m.parquet", "../m.parquet", "/data/m.parquet", "s3://b/m.parquet"]
+)
+def test_a_table_of_parquet_may_have_any_location(name):
+    row = join(make_sample(), make_parquet(file_name=["cats/1.jpg"], label=[1]), name)
+    assert row.fields["json"] == b'{"file_name":"cats/1.jpg","label":1}'
+
+
 @pytest.mark.parametrize("columns", [None, {"txt": "caption"}])
 def test_a_table_that_is_larger_than_the_memory_for_it_is_refused(monkeypatch, columns):
     monkeypatch.setattr(join_module, "_MAX_HELD_BYTES", 40)
     table = make_parquet(file_name=["1.jpg", "2.jpg"], caption=["a" * 16, "b" * 16])
     with pytest.raises(errors.ConfigurationError, match="more than 40 bytes in its rows"):
         join(make_sample("1"), table, "m.parquet", columns=columns)
+
+
+def test_short_rows_take_few_bytes_of_memory():
+    count = 20_000
+    table = b"file_name,cls\n" + b"".join(b"%d.jpg,%d\n" % (n, n) for n in range(count))
+    settings = JoinSettings(table="m.csv", columns={"cls": "cls"})
+    tracemalloc.start()
+    transform = JoinTransform(settings, table)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    ((row,),) = transform.apply([make_sample("19999")])
+    assert isinstance(row, Sample)
+    assert row.fields["cls"] == b"19999"
+    assert held < 100 * count
 
 
 def test_a_sample_without_a_row_is_quarantined_dropped_or_kept():
@@ -165,6 +194,20 @@ def test_a_sample_with_two_rows_is_quarantined():
 def test_a_table_that_cannot_be_joined_is_refused_with_a_sentence(table, name, options, message):
     with pytest.raises(errors.ConfigurationError, match=message):
         join(make_sample(), table, name, **options)
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        (b"name,a\nx,1\n", "m.csv"),
+        (b"file_name;a\nx;1\n", "m.csv"),
+        (b"file_name,a\n\xff.jpg,1\n", "m.csv"),
+        (make_parquet(id=[1]), "m.parquet"),
+    ],
+)
+def test_an_error_that_names_settings_of_a_source_has_those_of_the_transform(table, name):
+    with pytest.raises(errors.ConfigurationError, match="`column` for the names of the samples"):
+        join(make_sample(), table, name)
 
 
 def test_a_field_compares_whole_values():
