@@ -6,8 +6,9 @@ checkpoint is verified, or if metadata or the end of an epoch cannot be read, no
 """
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
 from millrace.records import commit_once, iterate_records, list_numbers, read_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
-from millrace.storage import Stat, Store, delete_one, list_objects
+from millrace.storage import Stat, Store, delete_one, exists, list_objects
 
 _log = logging.getLogger(__name__)
 _CONCURRENCY = 32  # records
@@ -78,10 +79,26 @@ def pin(store: Store, job: str, step: int, reason: str) -> Pin:
 
     Raises:
         NotFoundError: There is no checkpoint of this step.
+        ConfigurationError: The reason is no text that UTF-8 can hold.
     """
+    keys = CheckpointKeys(job)
+    try:
+        reason.encode()
+    except UnicodeEncodeError:
+        raise errors.ConfigurationError(
+            f"The reason {reason!a} of a pin has bytes that are no UTF-8: write another one."
+        ) from None
     read_checkpoint(store, job, step)
     made = Pin(job=job, step=step, reason=reason)
-    return commit_once(store, CheckpointKeys(job).make_pin_key(step), made).record
+    pinned = commit_once(store, keys.make_pin_key(step), made).record
+    if not exists(store, keys.make_metadata_key(step)):
+        with suppress(errors.DeniedError):
+            unpin(store, job, step)
+        raise errors.NotFoundError(
+            f"{store.make_url(keys.make_metadata_key(step))} was removed before it was pinned: pin "
+            "another step."
+        )
+    return pinned
 
 
 def unpin(store: Store, job: str, step: int) -> None:
@@ -182,7 +199,7 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     done = delete_planned(
         store,
         [removal for removal in plan.removals if removal.key in deletable],
-        check=_NewCheckpointCheck(store, keys, metadata),
+        check=NewCheckpointCheck(store, keys, metadata),
         # Files stay while their metadata may exist.
         find_phase=lambda one: DeletionPhase(plan.job, 0 if one.key in metadata else 1),
     )
@@ -194,8 +211,8 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
 class BackgroundRetention:
     """Retention of a job's checkpoints in another thread, after each save.
 
-    Failures are logged, and the next retention tries again. Until a retention ends, no save may
-    commit, since it may find a checkpoint of its step that is about to be removed.
+    Failures are logged, and the next retention tries again. Saves go on meanwhile. Only a save of a
+    step whose objects are being removed waits, since it may find a checkpoint that goes.
 
     Args:
         store: Store of the job.
@@ -207,6 +224,9 @@ class BackgroundRetention:
         self._store, self._job, self._rules = store, job, rules
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._last: Future[None] | None = None
+        self._lock = threading.Lock()  # of the attributes below
+        self._saved = self._saving = -1  # steps; -1 for none
+        self._removing: Set[int] = frozenset()
 
     def start(self, step: int) -> None:
         """Begin to remove the checkpoints that no rule keeps.
@@ -214,12 +234,22 @@ class BackgroundRetention:
         Args:
             step: Step that was just saved. It stays, even if later steps are there already.
         """
-        with suppress(RuntimeError):  # the interpreter ends: the next process removes them
-            self._last = self._pool.submit(self._retain, step)
-
-    def wait(self) -> None:
-        """Wait until the last retention has ended."""
+        with self._lock:
+            self._saved = step
         if self._last is not None:
+            self._last.cancel()  # unless it has begun: this one removes as much
+        with suppress(RuntimeError):  # the interpreter ends: the next process removes them
+            self._last = self._pool.submit(self._retain)
+
+    def protect(self, step: int) -> None:
+        """Keep the objects of a step that is being saved.
+
+        If objects of the step are being removed, wait until the last retention has ended.
+        """
+        with self._lock:
+            self._saving = step
+            is_going = step in self._removing
+        if is_going and self._last is not None:
             wait([self._last])
 
     def close(self) -> None:
@@ -228,26 +258,46 @@ class BackgroundRetention:
 
     # -- in the other thread
 
-    def _retain(self, step: int) -> None:
+    def _retain(self) -> None:
         try:
-            self._remove(step)
+            self._remove()
         except Exception as error:  # noqa: BLE001 - a retention fails no save
             _log.warning(
                 "Old checkpoints of %s could not be removed: %s The next save tries again.",
                 self._store.make_url(self._job),
                 errors.format_error(error),
             )
+        finally:
+            with self._lock:
+                self._removing = frozenset()
 
-    def _remove(self, step: int) -> None:
+    def _plan(self) -> RetentionPlan:
+        """Plan the removal, and note its steps. The step that is being saved is none of them."""
+        also: dict[int, str] = {}
+        while True:
+            also |= self._list_own_steps()
+            # The saver has verified the files of its own checkpoint, which stays: sizes are enough.
+            plan = plan_retention(
+                self._store, self._job, self._rules, check=VerifyDepth.SIZES, also=also
+            )
+            with self._lock:
+                # Another save may have begun meanwhile. If its step is complete already, a new plan
+                # keeps its files in the folders of other steps.
+                if {self._saved, self._saving}.isdisjoint(plan.removed):
+                    steps = [_find_step(removal.key) for removal in plan.removals]
+                    pairs = zip(steps, plan.removals, strict=True)
+                    removals = tuple(one for step, one in pairs if step != self._saving)
+                    self._removing = {*plan.removed, *steps} - {self._saving}
+                    return replace(plan, removals=removals)
+
+    def _list_own_steps(self) -> dict[int, str]:
+        """Return the steps that are being saved or were just saved, with the reasons."""
+        with self._lock:
+            return {self._saving: "it is being saved", self._saved: "it was just saved"}
+
+    def _remove(self) -> None:
         url = self._store.make_url(self._job)
-        # The saver has verified the files of its own checkpoint, which stays: sizes are enough.
-        plan = plan_retention(
-            self._store,
-            self._job,
-            self._rules,
-            check=VerifyDepth.SIZES,
-            also={step: "it was just saved"},
-        )
+        plan = self._plan()
         if plan.blocked:
             _log.warning("No old checkpoint of %s was removed: %s.", url, plan.blocked)
         if not plan.removals:
@@ -271,10 +321,10 @@ class BackgroundRetention:
         )
 
 
-class _NewCheckpointCheck:
+class NewCheckpointCheck:
     """Check that keeps the files of a checkpoint that was committed since the plan.
 
-    Before each batch, the metadata of its steps is read again.
+    Before each batch, the metadata of the steps of its files is read again.
 
     Args:
         store: Store of the job.
@@ -282,7 +332,7 @@ class _NewCheckpointCheck:
         metadata: Keys of the metadata to remove.
     """
 
-    def __init__(self, store: Store, keys: CheckpointKeys, metadata: Collection[str]) -> None:
+    def __init__(self, store: Store, keys: CheckpointKeys, metadata: Collection[str] = ()) -> None:
         self._store, self._keys, self._metadata = store, keys, metadata
         self._named: dict[int, set[str] | None] = {}
 
@@ -290,7 +340,7 @@ class _NewCheckpointCheck:
         """Forget the metadata, so that the next check reads it again."""
         self._named.clear()
 
-    def __call__(self, planned: Removal, /) -> str:
+    def __call__(self, planned: PlannedObject, /) -> str:
         """Return the reason to keep an object; empty if it can be deleted."""
         classified = classify_key(planned.key)
         if classified is None or planned.key in self._metadata:
@@ -329,6 +379,12 @@ def apply_youngest_time(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
     classified = classify_key(stat.key)
     when = youngest.get(classified.number, stat.last_modified) if classified else stat.last_modified
     return replace(stat, last_modified=when)
+
+
+def _find_step(key: str) -> int:
+    """Return the step of an object of a checkpoint; -1 for other objects."""
+    classified = classify_key(key)
+    return classified.number if classified else -1
 
 
 _UNREADABLE_PIN = "it has a pin that cannot be read"

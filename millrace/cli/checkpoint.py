@@ -116,6 +116,7 @@ def _explain_no_job(store: "Store") -> str:
 def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
     from millrace.checkpoints import VerifyDepth, list_steps, read_pins, survey
     from millrace.checkpoints import verify as verify_checkpoint
+    from millrace.checkpoints.find import is_removed
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
@@ -137,6 +138,8 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             table.add_row(str(step), "", "", "", "", "unreadable", *note)
             continue
         damage = verify_checkpoint(store, found, check=depth)
+        if damage and is_removed(store, found):
+            continue
         faults += damage.values()
         state = "damaged" if damage else "verified" if with_digests else "all files there"
         files, saved = len(found.parts), f"{found.saved:%Y-%m-%d %H:%M}"
@@ -150,14 +153,18 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             }
         )  # fmt: skip
     if not rows:
-        raise errors.NotFoundError(
-            f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` "
-            "shows the jobs that have some."
-        )
+        raise _make_missing_error(store, job)
     make_console().print(table)
     for fault in faults:
         echo(fault)
     return CommandResult(rows, 1 if faults else 0)
+
+
+def _make_missing_error(store: "Store", job: str) -> errors.NotFoundError:
+    return errors.NotFoundError(
+        f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` shows "
+        "the jobs that have some."
+    )
 
 
 @checkpoint.command()
@@ -284,6 +291,8 @@ def retain(
 
     store = open_store(url, make_folder=False)
     plan = plan_retention(store, job, RetentionSettings(last=last, every=every))
+    if not plan.kept and not plan.removals:
+        raise _make_missing_error(store, job)
     for step, reason in sorted(plan.kept.items(), reverse=True):
         echo(f"step {step} stays: {reason}")
     for step in reversed(plan.removed):
@@ -335,9 +344,18 @@ def unpin(url: str, job: str, step: int) -> CommandResult:
     Example: millrace checkpoint unpin r2://ACCOUNT/BUCKET my-job 1000
     """
     from millrace.checkpoints import unpin as unpin_checkpoint
-    from millrace.storage import open_store
+    from millrace.keys.checkpoints import CheckpointKeys
+    from millrace.storage import exists, open_store
 
-    unpin_checkpoint(open_store(url, make_folder=False), job, step)
+    store, keys = open_store(url, make_folder=False), CheckpointKeys(job)
+    if not any(
+        exists(store, key) for key in (keys.make_pin_key(step), keys.make_metadata_key(step))
+    ):
+        raise errors.NotFoundError(
+            f"{store.make_url(keys.make_folder_prefix(step))} has neither a pin nor a checkpoint: "
+            "correct the job or the step."
+        )
+    unpin_checkpoint(store, job, step)
     echo(f"Step {step} of {job} has no pin.")
     return CommandResult({"job": job, "step": step})
 

@@ -1,6 +1,7 @@
 """Retention: what may go goes, and what somebody may need never does."""
 
 import gc
+import json
 import os
 import time
 import tracemalloc
@@ -19,13 +20,17 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     StoreDestination,
+    VerifyDepth,
     apply_retention,
     copy_checkpoint,
+    find,
     find_newest_verified,
     load,
     pin,
     plan_retention,
+    quarantine,
     read_checkpoint,
+    retention,
     saving,
     unpin,
     verify,
@@ -37,7 +42,7 @@ from millrace.deletion import PlannedObject
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.records import Commit, commit_once
-from millrace.schemas.checkpoint import Checkpoint, EpochRecord
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Pin
 from millrace.storage import Store, StoreSpec, create, delete, list_objects, open_store, put, read
 
 KEYS = CheckpointKeys("job")
@@ -171,6 +176,19 @@ def test_if_none_is_verified_none_goes(store):
     for found in iterate_checkpoints(store, KEYS.job):
         put(store, KEYS.make_part_key(found.step, found.parts[0].digest), b"damaged")
     assert plan_retention(store, KEYS.job, NOW).removals == ()
+
+
+def test_a_step_that_is_removed_while_it_is_pinned_is_not_called_pinned(store, monkeypatch):
+    save(store, [1, 2])
+
+    def remove_and_commit(where: Store, key: str, record: Pin) -> Commit[Pin]:
+        apply_retention(store, plan_retention(store, KEYS.job, NOW))
+        return commit_once(where, key, record)
+
+    monkeypatch.setattr(retention, "commit_once", remove_and_commit)
+    with pytest.raises(errors.NotFoundError, match="was removed before it was pinned"):
+        pin(store, KEYS.job, 1, "the baseline")
+    assert there(store) == [2]
 
 
 def test_files_that_a_kept_one_refers_to_stay(store):
@@ -435,9 +453,36 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert code == 1
     assert "damaged" in said
     assert "the digest differs" in said
-    code, said = millrace("checkpoint", "list", "other")
-    assert code == 1
-    assert "has no checkpoint" in said
+    for words in (("list", "other"), ("retain", "other", "--yes")):
+        code, said = millrace("checkpoint", *words)
+        assert code == 1
+        assert "has no checkpoint" in said
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.parametrize("by", ["retention", "a reader"])
+def test_the_commands_call_no_checkpoint_damaged_that_retention_removes_meanwhile(
+    tmp_path, monkeypatch, command, by
+):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    save(store, [1, 2])
+
+    def remove_and_verify(where: Store, found: Checkpoint, **options: VerifyDepth) -> object:
+        if found.step == 1 and by == "retention":
+            apply_retention(store, plan_retention(store, KEYS.job, NOW))
+        if found.step == 1 and by == "a reader":
+            put(store, KEYS.make_part_key(1, found.parts[0].digest), b"damaged")
+            assert quarantine(store, found, verify(store, found))
+        return verify(where, found, **options)
+
+    monkeypatch.setattr(find, "verify", remove_and_verify)
+    done = CliRunner().invoke(main, ["checkpoint", command, tmp_path.as_uri(), "job", "--json"])
+    shown = json.loads(done.stdout)
+    states = {row["step"]: row["state"] for row in shown}
+    if by == "retention":
+        assert (done.exit_code, states.keys()) == (0, {2}), done.output
+    else:
+        assert (done.exit_code, states[1]) == (1, "damaged"), done.output
 
 
 @settings(max_examples=25, deadline=None)
