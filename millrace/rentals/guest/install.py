@@ -107,7 +107,8 @@ def clone(folder: Path) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         run_with_retries("git", "clone", "--quiet", "--no-checkout", "--", url, str(folder))
     git = ("git", "-C", str(folder))
-    run_with_retries(*git, "fetch", "--quiet", "--tags", "origin")
+    # A tag may have been moved since the clone was made, before a restart of the container.
+    run_with_retries(*git, "fetch", "--quiet", "--tags", "--force", "origin")
     commit = find_commit(git, url, ref)
     # With the suffix the argument cannot be the name of a local branch, which git would prefer.
     run_command(*git, "checkout", "--quiet", "--force", "--detach", f"{commit}^{{commit}}")

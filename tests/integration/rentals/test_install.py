@@ -89,6 +89,8 @@ def test_branches_and_tags_are_found_and_what_is_not_there_is_said(
     assert checked_out(tmp_path / "clone", "main", monkeypatch) == (second, "second")
     third = origin.commit("third")  # the branch goes on
     assert checked_out(tmp_path / "clone", "main", monkeypatch) == (third, "third")
+    origin.git("tag", "-f", "v1")  # is moved
+    assert checked_out(tmp_path / "clone", "v1", monkeypatch) == (third, "third")
     for ref in ("gone", "0" * 40, "deadbeef"):
         with pytest.raises(RuntimeError, match=f"has no {ref}: name a branch, a tag or a commit"):
             checked_out(tmp_path / "clone", ref, monkeypatch)
