@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from datetime import datetime, timedelta
 from typing import NoReturn
 
@@ -140,6 +140,15 @@ class OwnerHeartbeat:
         self._stop.set()
         self._thread.join(self._interval)
 
+    def limit_timeout(self, timeout: timedelta) -> None:
+        """Send heartbeats as often as machines with this timeout need. Call this before the start.
+
+        Args:
+            timeout: Timeout of machines that an earlier owner has rented.
+        """
+        self._timeout = min(self._timeout, timeout)
+        self._interval = self._timeout.total_seconds() / _HEARTBEATS_PER_TIMEOUT
+
     def detach(self, until: datetime | None = None) -> None:
         """Stop, and tell the machines that they stay without an owner.
 
@@ -217,12 +226,17 @@ class Ownership:
             is_alive=lambda: not self._timer.is_stalled(),
         )
 
-    def start_heartbeat(self, stack: contextlib.ExitStack) -> None:
+    def start_heartbeat(
+        self, stack: contextlib.ExitStack, machine_timeouts: Iterable[timedelta] = ()
+    ) -> None:
         """Start the heartbeat for the machines, which from then on do not outlive it by long.
 
         Args:
             stack: Stack that stops the heartbeat when it closes.
+            machine_timeouts: Timeouts of the machines of earlier owners, which may be shorter.
         """
+        for timeout in machine_timeouts:
+            self._heartbeat.limit_timeout(timeout)
         stack.enter_context(self._heartbeat)
 
     def detach(self, until: datetime | None = None) -> None:

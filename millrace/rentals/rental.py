@@ -140,12 +140,15 @@ class Rental:
             self._ownership.acquire(stack, wait=self._wait)
             self._starter.prepare()
             attempts = list_own_attempts(self._context)
+            unreleased = [one for one in attempts if one.release_record is None]
             signs = LifeSigns(self._context.store, self._context.keys)
             instances: list[Instance] | None = []
             try:
-                self._ownership.start_heartbeat(stack)
+                self._ownership.start_heartbeat(
+                    stack, [one.intent.heartbeat_timeout for one in unreleased]
+                )
                 with self._timer.expect_steps():
-                    if any(one.release_record is None for one in attempts):
+                    if unreleased:
                         instances = self._list_instances()
                     decisions = take_over_machines(
                         self._context, self._state, attempts, instances or [], signs
@@ -156,9 +159,7 @@ class Rental:
                     self._state.done.clear()
                 stack.enter_context(self._token_renewer)
             except BaseException:
-                detached = [
-                    one for one in attempts if one.is_detached and one.release_record is None
-                ]
+                detached = [one for one in unreleased if one.is_detached]
                 if detached:  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):
                         ends = [one.detached_until for one in detached if one.detached_until]

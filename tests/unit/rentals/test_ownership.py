@@ -1,6 +1,7 @@
 """A rental has one owner, whose heartbeat its machines read."""
 
 import contextlib
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_machines_read_a_heartbeat_and_later_that_they_are_detached(store: Store
         ownership.detach()
         assert read(store, KEYS.owner, max_size=100) == DETACHED
     assert read(store, KEYS.owner, max_size=100) == DETACHED
+
+
+def test_heartbeats_are_as_frequent_as_the_machines_of_the_owner_before_need(store: Store) -> None:
+    with contextlib.ExitStack() as stack:
+        ownership = make_ownership(store)
+        ownership.acquire(stack)
+        ownership.start_heartbeat(stack, [timedelta(seconds=1), timedelta(hours=1)])
+        first = read(store, KEYS.owner, max_size=100)
+        deadline = time.monotonic() + TIMEOUT.total_seconds() / 10
+        while read(store, KEYS.owner, max_size=100) == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,6 +122,17 @@ def abandon(bench: Bench, **more: Any) -> None:
     rental.__enter__()
     rental.wait_until_ready()
     rental._stack.close()  # its lease is released, its machines are not
+
+
+def test_a_next_owner_with_a_longer_timeout_keeps_the_machines_of_the_one_before(
+    bench: Bench,
+) -> None:
+    """Their watchdogs know the timeout that they were rented with."""
+    abandon(bench, heartbeat_timeout=timedelta(seconds=30))
+    with bench.rent(heartbeat_timeout=HOUR) as rental:
+        assert rental._ownership._heartbeat._interval == 5.0
+    with bench.rent(heartbeat_timeout=HOUR) as rental:  # all machines are released
+        assert rental._ownership._heartbeat._interval == 600.0
 
 
 @pytest.mark.parametrize("way", ["reap", "lose", "release", "release lost"])
