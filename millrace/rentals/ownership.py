@@ -36,6 +36,7 @@ from millrace.storage import Store, put
 
 _TTL = timedelta(minutes=3)
 _HEARTBEATS_PER_TIMEOUT = 6
+_LOOK_TIMEOUT = timedelta(seconds=5)  # for a look at the lease before a heartbeat
 
 _log = logging.getLogger(__name__)
 
@@ -119,13 +120,21 @@ class OwnerHeartbeat:
         keys: Keys of the rental.
         timeout: Time without a heartbeat after which the machines destroy themselves.
         timer: Timer of the owner's steps. A stalled owner sends no heartbeat.
+        is_superseded: Function that decides whether another owner has the rental. It may have
+            detached the machines, which a heartbeat would undo.
     """
 
     def __init__(
-        self, store: Store, keys: RentalKeys, timeout: timedelta, timer: StepTimer
+        self,
+        store: Store,
+        keys: RentalKeys,
+        timeout: timedelta,
+        timer: StepTimer,
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store, self._keys = store, keys
         self._timeout, self._timer = timeout, timer
+        self._is_superseded = is_superseded
         self._was_stalled = False
         self._interval = timeout.total_seconds() / _HEARTBEATS_PER_TIMEOUT
         self._stop = threading.Event()
@@ -167,7 +176,7 @@ class OwnerHeartbeat:
                 self._renew_heartbeat()
 
     def _renew_heartbeat(self) -> None:
-        """Write a heartbeat, unless the owner is stalled."""
+        """Write a heartbeat, unless the owner is stalled or superseded."""
         is_stalled = self._timer.is_stalled()
         if is_stalled and not self._was_stalled:
             _log.error(
@@ -180,7 +189,7 @@ class OwnerHeartbeat:
         elif self._was_stalled and not is_stalled:
             _log.warning("The owner of %s sends heartbeats again.", self._keys.name)
         self._was_stalled = is_stalled
-        if not is_stalled:
+        if not is_stalled and not self._is_superseded():
             self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
@@ -203,7 +212,9 @@ class Ownership:
         self, store: Store, keys: RentalKeys, heartbeat_timeout: timedelta, timer: StepTimer
     ) -> None:
         self._store, self._keys, self._timer = store, keys, timer
-        self._heartbeat = OwnerHeartbeat(store, keys, heartbeat_timeout, timer)
+        self._heartbeat = OwnerHeartbeat(
+            store, keys, heartbeat_timeout, timer, self._has_next_owner
+        )
         self._lease: Lease | None = None
         self.is_superseded = False
         """True if another owner has taken over the rental."""
@@ -258,6 +269,14 @@ class Ownership:
         """
         if self._lease is not None and self._lease.is_superseded():
             self.raise_superseded()
+
+    def _has_next_owner(self) -> bool:
+        """Tell whether another owner is known to have taken over the rental. One listing."""
+        try:
+            lease = self._lease and self._lease.with_timeout(_LOOK_TIMEOUT)
+            return lease is not None and lease.is_superseded()
+        except errors.MillraceError:
+            return False  # an unreadable lease is not a lost one
 
     def raise_superseded(self) -> NoReturn:
         """Raise the error that another owner has taken over the rental, and remember it.
