@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _STEP_TIMEOUT = timedelta(hours=1)  # for a listing, and a release that is retried for 15 minutes
 _STEP_TIMEOUT_PER_MACHINE = timedelta(minutes=1)  # for reports, and destroys without an answer
+_LONGEST_PAUSE = 10.0  # seconds between two looks at whether the wait for the machines is to end
 
 
 class Rental:
@@ -224,7 +225,7 @@ class Rental:
         """Rent the missing machines, and wait until every program has ended with exit code 0.
 
         Args:
-            stop: Event that ends the wait at the next poll, when another thread sets it.
+            stop: Event that ends the wait, when another thread sets it.
 
         Raises:
             BudgetError, MachineError, NotFoundError: As in `wait_until_ready`.
@@ -289,7 +290,17 @@ class Rental:
                 self._fill_slots(stop)
                 if is_complete():
                     return
-                self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
+                self._pause(stop)
+
+    def _pause(self, stop: threading.Event) -> None:
+        """Wait until the next poll is due, or a moment after an event is set.
+
+        Machines are billed until their release, so a long interval of polls must not delay it.
+        """
+        clock = self._context.clock
+        end = clock.monotonic() + self.settings.timeouts.poll_interval.total_seconds()
+        while not stop.is_set() and (remaining := end - clock.monotonic()) > 0:
+            clock.sleep(min(remaining, _LONGEST_PAUSE))
 
     def _fill_slots(self, stop: threading.Event) -> None:
         """Rent the missing machines, until an event is set, or the API does not answer.

@@ -299,6 +299,24 @@ def test_a_machine_that_cannot_be_destroyed_at_the_takeover_keeps_no_owner_out(
     assert read_costs(bench) == []
 
 
+def test_a_long_interval_of_polls_does_not_delay_a_release(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, clock = threading.Event(), bench.vast.clock
+    sleep = clock.sleep
+
+    def sleep_and_stop(seconds: float) -> None:
+        stop.set()  # as another thread does meanwhile
+        sleep(seconds)
+
+    with bench.rent(poll_interval=HOUR) as rental:
+        rental.wait_until_ready()
+        began = clock.monotonic()
+        monkeypatch.setattr(clock, "sleep", sleep_and_stop)
+        rental.wait_until_done(stop)
+        assert clock.monotonic() - began < 60
+
+
 def test_no_machine_is_rented_while_no_listing_shows_whether_released_ones_exist(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
