@@ -117,7 +117,12 @@ def main() -> None:
     protect_memory()
     key, began = sys.stdin.read().strip(), time.monotonic()
     while True:
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:  # as while the machine has no memory, or too many processes
+            report("the watch could not be started:", error)
+            time.sleep(_RESTART_DELAY)
+            continue
         if not child:
             try:
                 report("this machine is destroyed:", watch(os.environ, began))
