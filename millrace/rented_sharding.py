@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from millrace import errors
 from millrace.datasets import (
@@ -23,6 +23,7 @@ from millrace.datasets.ledger_follower import LedgerFollower
 from millrace.datasets.sources import is_store_url
 from millrace.datasets.transforms import bundle_files
 from millrace.formatting import format_count
+from millrace.keys.rentals import check_rental_name
 from millrace.progress import Progress, ignore_event
 from millrace.rentals import (
     CodeRepository,
@@ -274,7 +275,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
 
     Raises:
         ConfigurationError: The machines cannot read the source, or would get a secret of it that
-            the settings do not allow to send.
+            the settings do not allow to send; or no rental may have the name of the dataset.
         NotFoundError: The file of a transform is not there.
     """
     if config.execution.ray:
@@ -296,7 +297,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
     storage_grants = [StorageGrant(prefix=f"{config.dataset}/", access=Right.WRITE)]
     path, source = _find_path_below(config.store, config.source.store), None
     if path is not None:
-        storage_grants.append(StorageGrant(prefix=f"{path}/"))
+        storage_grants.append(_make_read_grant(path, config.source.store.url))
         settings["source"] |= make_store_settings(granted, Right.READ, path)
     else:
         source = _check_source(config.source.store, vast)
@@ -310,7 +311,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
         for mirror in config.source.mirrors
     ]
     return RentalSettings(
-        name=make_rental_name(config.dataset),
+        name=check_rental_name(make_rental_name(config.dataset)),
         store=config.store,
         account=vast.account,
         request=vast.request,
@@ -343,7 +344,7 @@ def _make_mirror_settings(
     with suppress(errors.NotFoundError):  # a folder of this machine
         path = _find_path_below(store, mirror)
     if path is not None:
-        storage_grants.append(StorageGrant(prefix=f"{path}/"))
+        storage_grants.append(_make_read_grant(path, mirror.url))
         return make_store_settings(describe_granted(store), Right.READ, path)
     if is_store_url(mirror.url) or mirror.options or mirror.ca_file:
         raise errors.ConfigurationError(
@@ -352,6 +353,21 @@ def _make_mirror_settings(
             "shards, or a public web server or dataset of the Hub."
         )
     return _make_source_settings(mirror)
+
+
+def _make_read_grant(path: str, url: str) -> StorageGrant:
+    """Return the grant to read a folder of the store.
+
+    Raises:
+        ConfigurationError: Machines get no access to this folder.
+    """
+    try:
+        return StorageGrant(prefix=f"{path}/")
+    except ValidationError:
+        raise errors.ConfigurationError(
+            f"Rented machines get no access to {url}: its folder in the store of the shards begins "
+            "with `_`, as those of Millrace's own records. Move the files to another folder."
+        ) from None
 
 
 def _make_source_settings(source: StoreSpec) -> dict[str, Any]:

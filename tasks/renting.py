@@ -197,21 +197,21 @@ def find_node_hosts(rental: str, bucket: Bucket | str, vast: VastCredentials | s
     """
     ledger = require_ledger(bucket, vast)
     machines = [one for one in fetch_machines(ledger) if one.rental == rental]
-    hosts = [
-        Host(
-            url=f"http://{address}",
-            name=f"{rental}/{one.attempt.intent.slot}",
-            key=derive_node_key(ledger.account, rental, one.attempt.number),
-        )
-        for one in machines
-        if one.attempt is not None and (address := one.instance.find_address(IDENTITY_PORT))
-    ]
+    hosts: dict[int, Host] = {}  # by slot: a lost machine may still be listed beside the next one
+    for one in sorted(machines, key=lambda one: one.attempt.number if one.attempt else -1):
+        address = one.instance.find_address(IDENTITY_PORT)
+        if one.attempt is not None and not one.is_mislabeled and address:
+            hosts[one.attempt.intent.slot] = Host(
+                url=f"http://{address}",
+                name=f"{rental}/{one.attempt.intent.slot}",
+                key=derive_node_key(ledger.account, rental, one.attempt.number),
+            )
     if not hosts:
         raise NotFoundError(
             f"None of {format_count(len(machines), 'machine')} of {rental} has an address: rent "
             f"the machines with `ports: [{IDENTITY_PORT}]`."
         )
-    return Hosts(hosts=tuple(hosts))
+    return Hosts(hosts=tuple(hosts[slot] for slot in sorted(hosts)))
 
 
 @retried_task

@@ -1,12 +1,16 @@
 """Release of a rental from outside: a detached one, or one whose owner is gone."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from millrace import errors
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Progress, ignore_event, shield_progress
 from millrace.rentals.destroy import LEDGER_LISTING_LAG, destroy_machines, record_release
+from millrace.rentals.labels import Label
 from millrace.rentals.ledger import (
+    Attempt,
+    ensure_installation,
     list_attempts,
     record_price,
     refuse_copied_attempts,
@@ -18,8 +22,9 @@ from millrace.rentals.ownership import acquire_ownership
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.settings import LedgerSettings, open_account
 from millrace.rentals.vast.api import VastClient
+from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
-from millrace.storage import delete, open_store
+from millrace.storage import Store, delete, exists, open_store
 
 
 def release_rental(
@@ -32,6 +37,9 @@ def release_rental(
     progress: Progress = ignore_event,
 ) -> int:
     """Release all machines of a rental that this process does not own; return their number.
+
+    Among them are machines of which the ledger has no open attempt: their intents are damaged, or
+    they were listed after their release.
 
     Args:
         settings: Store of the ledger, and the account.
@@ -55,10 +63,6 @@ def release_rental(
     with ExitStack() as stack:
         acquire_ownership(store, RentalKeys(rental), stack, wait=wait)
         attempts = list_attempts(store, rental, strict=True)
-        if not attempts:
-            raise errors.NotFoundError(
-                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
-            )
         refuse_copied_attempts(store, rental, attempts)
         own_account = vast.identify_account()
         unreleased = [
@@ -71,15 +75,19 @@ def release_rental(
         keys = RentalKeys(rental)
         # The reaper releases the rest if this process is killed.
         delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
-        instances = vast.list_instances() if own_unreleased else []
+        instances = vast.list_instances()
+        strays = _find_strays(store, rental, attempts, instances, include_detached=include_detached)
+        if not (attempts or strays):
+            raise errors.NotFoundError(
+                f"{store.url} has no rental {rental!r}: see the names with `millrace machine list`."
+            )
         signs = LifeSigns(store, keys)
         for label, one in by_label.items():
             if instance := one.find_instance(instances):
                 by_label[label] = record_price(store, rental, one, instance.dollars_per_hour)
 
-        def handle_destroyed(label: str) -> None:
-            now, one = vast.clock.now(), by_label[label]
-            instance = one.find_instance(instances)
+        def record(one: Attempt) -> float:
+            now, instance = vast.clock.now(), one.find_instance(instances)
             end = now if instance else signs.estimate_end(one, now)
             cost = compute_recorded_cost(store, one, instance, end)
             record_release(
@@ -91,6 +99,10 @@ def release_rental(
                 cost,
                 now,
             )
+            return cost
+
+        def handle_destroyed(label: str) -> None:
+            cost = 0.0 if label in strays else record(by_label[label])
             progress(
                 MachineReleased(
                     machine=label,
@@ -106,7 +118,33 @@ def release_rental(
             for label, one in by_label.items()
             if now - one.intent.started_at > LEDGER_LISTING_LAG
         ]
-        numbers = {label: one.instance_id for label, one in by_label.items()}
+        numbers = {label: one.instance_id for label, one in by_label.items()} | strays
         destroy_machines(vast, numbers, handle_destroyed, past_listing_lag=past_listing_lag)
     refuse_foreign_machines(rental, len(unreleased) - len(own_unreleased))
-    return len(by_label)
+    return len(by_label) + len(strays)
+
+
+def _find_strays(
+    store: Store,
+    rental: str,
+    attempts: Sequence[Attempt],
+    instances: Sequence[Instance],
+    *,
+    include_detached: bool,
+) -> dict[str, int]:
+    """Return the listed machines of a rental that have no open attempt, by unique names.
+
+    The label of such a machine has the name of the rental.
+    """
+    installation, keys = ensure_installation(store), RentalKeys(rental)
+    open_attempts = [one for one in attempts if one.release_record is None]
+    strays: dict[str, int] = {}
+    for one in instances:
+        label = Label.parse(one.label, installation)
+        if label is None or label.rental != rental:
+            continue
+        if any(attempt.find_instance([one]) for attempt in open_attempts):
+            continue
+        if include_detached or not exists(store, keys.make_detached_key(label.attempt)):
+            strays[f"{one.id} {one.label}"] = one.id
+    return strays

@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from datetime import datetime, timedelta
 from typing import NoReturn
 
@@ -36,6 +36,7 @@ from millrace.storage import Store, put
 
 _TTL = timedelta(minutes=3)
 _HEARTBEATS_PER_TIMEOUT = 6
+_LOOK_TIMEOUT = timedelta(seconds=5)  # for a look at the lease before a heartbeat
 
 _log = logging.getLogger(__name__)
 
@@ -119,13 +120,21 @@ class OwnerHeartbeat:
         keys: Keys of the rental.
         timeout: Time without a heartbeat after which the machines destroy themselves.
         timer: Timer of the owner's steps. A stalled owner sends no heartbeat.
+        is_superseded: Function that decides whether another owner has the rental. It may have
+            detached the machines, which a heartbeat would undo.
     """
 
     def __init__(
-        self, store: Store, keys: RentalKeys, timeout: timedelta, timer: StepTimer
+        self,
+        store: Store,
+        keys: RentalKeys,
+        timeout: timedelta,
+        timer: StepTimer,
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store, self._keys = store, keys
         self._timeout, self._timer = timeout, timer
+        self._is_superseded = is_superseded
         self._was_stalled = False
         self._interval = timeout.total_seconds() / _HEARTBEATS_PER_TIMEOUT
         self._stop = threading.Event()
@@ -139,6 +148,15 @@ class OwnerHeartbeat:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(self._interval)
+
+    def limit_timeout(self, timeout: timedelta) -> None:
+        """Send heartbeats as often as machines with this timeout need. Call this before the start.
+
+        Args:
+            timeout: Timeout of machines that an earlier owner has rented.
+        """
+        self._timeout = min(self._timeout, timeout)
+        self._interval = self._timeout.total_seconds() / _HEARTBEATS_PER_TIMEOUT
 
     def detach(self, until: datetime | None = None) -> None:
         """Stop, and tell the machines that they stay without an owner.
@@ -158,7 +176,7 @@ class OwnerHeartbeat:
                 self._renew_heartbeat()
 
     def _renew_heartbeat(self) -> None:
-        """Write a heartbeat, unless the owner is stalled."""
+        """Write a heartbeat, unless the owner is stalled or superseded."""
         is_stalled = self._timer.is_stalled()
         if is_stalled and not self._was_stalled:
             _log.error(
@@ -171,7 +189,7 @@ class OwnerHeartbeat:
         elif self._was_stalled and not is_stalled:
             _log.warning("The owner of %s sends heartbeats again.", self._keys.name)
         self._was_stalled = is_stalled
-        if not is_stalled:
+        if not is_stalled and not self._is_superseded():
             self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
@@ -194,7 +212,9 @@ class Ownership:
         self, store: Store, keys: RentalKeys, heartbeat_timeout: timedelta, timer: StepTimer
     ) -> None:
         self._store, self._keys, self._timer = store, keys, timer
-        self._heartbeat = OwnerHeartbeat(store, keys, heartbeat_timeout, timer)
+        self._heartbeat = OwnerHeartbeat(
+            store, keys, heartbeat_timeout, timer, self._has_next_owner
+        )
         self._lease: Lease | None = None
         self.is_superseded = False
         """True if another owner has taken over the rental."""
@@ -217,12 +237,17 @@ class Ownership:
             is_alive=lambda: not self._timer.is_stalled(),
         )
 
-    def start_heartbeat(self, stack: contextlib.ExitStack) -> None:
+    def start_heartbeat(
+        self, stack: contextlib.ExitStack, machine_timeouts: Iterable[timedelta] = ()
+    ) -> None:
         """Start the heartbeat for the machines, which from then on do not outlive it by long.
 
         Args:
             stack: Stack that stops the heartbeat when it closes.
+            machine_timeouts: Timeouts of the machines of earlier owners, which may be shorter.
         """
+        for timeout in machine_timeouts:
+            self._heartbeat.limit_timeout(timeout)
         stack.enter_context(self._heartbeat)
 
     def detach(self, until: datetime | None = None) -> None:
@@ -244,6 +269,14 @@ class Ownership:
         """
         if self._lease is not None and self._lease.is_superseded():
             self.raise_superseded()
+
+    def _has_next_owner(self) -> bool:
+        """Tell whether another owner is known to have taken over the rental. One listing."""
+        try:
+            lease = self._lease and self._lease.with_timeout(_LOOK_TIMEOUT)
+            return lease is not None and lease.is_superseded()
+        except errors.MillraceError:
+            return False  # an unreadable lease is not a lost one
 
     def raise_superseded(self) -> NoReturn:
         """Raise the error that another owner has taken over the rental, and remember it.

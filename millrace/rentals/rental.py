@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _STEP_TIMEOUT = timedelta(hours=1)  # for a listing, and a release that is retried for 15 minutes
 _STEP_TIMEOUT_PER_MACHINE = timedelta(minutes=1)  # for reports, and destroys without an answer
+_LONGEST_PAUSE = 10.0  # seconds between two looks at whether the wait for the machines is to end
 
 
 class Rental:
@@ -140,12 +141,15 @@ class Rental:
             self._ownership.acquire(stack, wait=self._wait)
             self._starter.prepare()
             attempts = list_own_attempts(self._context)
+            unreleased = [one for one in attempts if one.release_record is None]
             signs = LifeSigns(self._context.store, self._context.keys)
             instances: list[Instance] | None = []
             try:
-                self._ownership.start_heartbeat(stack)
+                self._ownership.start_heartbeat(
+                    stack, [one.intent.heartbeat_timeout for one in unreleased]
+                )
                 with self._timer.expect_steps():
-                    if any(one.release_record is None for one in attempts):
+                    if unreleased:
                         instances = self._list_instances()
                     decisions = take_over_machines(
                         self._context, self._state, attempts, instances or [], signs
@@ -156,9 +160,7 @@ class Rental:
                     self._state.done.clear()
                 stack.enter_context(self._token_renewer)
             except BaseException:
-                detached = [
-                    one for one in attempts if one.is_detached and one.release_record is None
-                ]
+                detached = [one for one in unreleased if one.is_detached]
                 if detached:  # they stay without this owner
                     with contextlib.suppress(errors.MillraceError):
                         ends = [one.detached_until for one in detached if one.detached_until]
@@ -223,7 +225,7 @@ class Rental:
         """Rent the missing machines, and wait until every program has ended with exit code 0.
 
         Args:
-            stop: Event that ends the wait at the next poll, when another thread sets it.
+            stop: Event that ends the wait, when another thread sets it.
 
         Raises:
             BudgetError, MachineError, NotFoundError: As in `wait_until_ready`.
@@ -288,7 +290,17 @@ class Rental:
                 self._fill_slots(stop)
                 if is_complete():
                     return
-                self._context.clock.sleep(self.settings.timeouts.poll_interval.total_seconds())
+                self._pause(stop)
+
+    def _pause(self, stop: threading.Event) -> None:
+        """Wait until the next poll is due, or a moment after an event is set.
+
+        Machines are billed until their release, so a long interval of polls must not delay it.
+        """
+        clock = self._context.clock
+        end = clock.monotonic() + self.settings.timeouts.poll_interval.total_seconds()
+        while not stop.is_set() and (remaining := end - clock.monotonic()) > 0:
+            clock.sleep(min(remaining, _LONGEST_PAUSE))
 
     def _fill_slots(self, stop: threading.Event) -> None:
         """Rent the missing machines, until an event is set, or the API does not answer.

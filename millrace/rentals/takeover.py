@@ -60,7 +60,7 @@ def take_over_machines(
 ) -> list[ReleaseDecision]:
     """Fill the state of a rental with the machines of its attempts.
 
-    A machine that runs has its slot before one whose create request got no answer.
+    Of two machines for one slot, the first in `_rank_attempt` gets it.
 
     Args:
         context: Settings and connections of the rental.
@@ -77,7 +77,7 @@ def take_over_machines(
         UnavailableError: The store does not answer.
     """
     decisions: list[ReleaseDecision] = []
-    for attempt in sorted(attempts, key=lambda one: one.contract is None):
+    for attempt in sorted(attempts, key=lambda one: _rank_attempt(one, instances)):
         machine = context.make_machine(attempt)
         if attempt.release_record is not None:
             _add_released(context, state, machine)
@@ -104,6 +104,18 @@ def take_over_machines(
             )
             decisions.append(ReleaseDecision(machine, ReleaseReason.UNNEEDED, why))
     return decisions
+
+
+def _rank_attempt(attempt: Attempt, instances: Sequence[Instance]) -> tuple[int, int]:
+    """Return the rank of an attempt among those for its slot, the lowest first.
+
+    Machines in the listing come first, the newest before the others: an owner rents another machine
+    for a slot while it still releases the one before. In and out of the listing, attempts whose
+    create requests got no answer come last.
+    """
+    is_listed = attempt.release_record is None and attempt.find_instance(instances) is not None
+    is_unanswered = attempt.contract is None
+    return (0 if is_listed else 2) + is_unanswered, -attempt.number if is_listed else attempt.number
 
 
 def delete_detach_records(context: RentalContext, attempts: Sequence[Attempt]) -> None:

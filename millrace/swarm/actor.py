@@ -34,8 +34,8 @@ class Actor:
 
 
 def expand_variables(root: str) -> Path:
-    """Replace variables of the node's environment in the root, as in ``$SCRATCH/models``."""
+    """Replace ``~`` and variables of the node's environment in a root, as ``$SCRATCH/models``."""
     filled = os.path.expandvars(root)
     if "$" in filled:
         raise ConfigurationError(f"The root {root} names a variable that is not set here.")
-    return Path(filled)
+    return Path(filled).expanduser()

@@ -315,4 +315,9 @@ class PrewarmSettings(PrewarmOptions):
     def _check_root(self) -> "PrewarmSettings":
         if self.root is None and isinstance(self.nodes, RayNodes):
             raise ValueError("root is missing: name the folder on the nodes of the Ray cluster")
+        if self.root is not None and not str(self.root).startswith(("/", "~", "$")):
+            raise ValueError(
+                f"root {self.root} is a relative path, and nodes run in folders of their own: "
+                "write an absolute path, or begin with $NAME"
+            )
         return self

@@ -125,6 +125,10 @@ def test_machines_are_sent_settings_without_a_secret_that_they_can_read(tmp_path
             {"url": "https://host/raw", "options": {"Authorization": "Bearer secret"}},
             "The source https://host/raw has options, such as a token",
         ),
+        (
+            {**STORE, "url": "s3://bucket/below/_raw/words"},
+            "get no access to s3://bucket/below/_raw/words: its folder",
+        ),
     ],
 )
 def test_a_source_that_machines_could_not_read_or_would_betray_is_refused(
@@ -148,6 +152,11 @@ def test_a_function_that_imports_a_module_beside_its_file_is_refused(
     step = {"kind": "function", "function": f"{tmp_path}/clean.py:clean"}
     with pytest.raises(errors.ConfigurationError, match=r"clean\.py imports beside from its folde"):
         make_sharding_rental(settings(sharding={"transforms": [step]}), VAST)
+
+
+def test_a_dataset_whose_name_no_rental_may_have_is_refused() -> None:
+    with pytest.raises(errors.ConfigurationError, match="name 'shard/crawl/000123' has the part"):
+        make_sharding_rental(settings(dataset="crawl/000123"), VAST)
 
 
 def test_a_run_on_a_ray_cluster_is_not_rented() -> None:

@@ -29,11 +29,17 @@ _FULL_OBJECT_NAME = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SHORT_OBJECT_NAME = re.compile(r"[0-9a-f]{7,63}")
 
 
+def print_line(*words: object) -> None:
+    """Print a line into the log. A full disk must not keep the owner from getting the reason."""
+    with contextlib.suppress(OSError):
+        print(*words, flush=True)
+
+
 def report_state(state: str, detail: str = "") -> None:
     """Send a report to the owner, or print the error: the owner releases a silent machine."""
     url = os.environ["MILLRACE_REPORT_URL"]
     body = json.dumps({"state": state, "detail": detail[-_MAX_DETAIL_LENGTH:]}).encode()
-    print(state, detail, flush=True)
+    print_line(state, detail)
     for pause in (1, 5, 0):
         try:
             if url.startswith("file://"):
@@ -46,7 +52,7 @@ def report_state(state: str, detail: str = "") -> None:
                     urllib.request.Request(url, data=body, method="PUT"), timeout=60
                 ).close()
         except Exception as error:  # noqa: BLE001 - the owner releases a silent machine
-            print("the report could not be sent:", error, flush=True)
+            print_line("the report could not be sent:", error)
             time.sleep(pause)
         else:
             return
@@ -66,7 +72,7 @@ def run_command(*command: str) -> str:
         stderr=subprocess.STDOUT,
     )
     output = done.stdout.decode(errors="replace")
-    print(output, flush=True)
+    print_line(output)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}:\n{output}")
     return output.strip()
@@ -101,7 +107,8 @@ def clone(folder: Path) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         run_with_retries("git", "clone", "--quiet", "--no-checkout", "--", url, str(folder))
     git = ("git", "-C", str(folder))
-    run_with_retries(*git, "fetch", "--quiet", "--tags", "origin")
+    # A tag may have been moved since the clone was made, before a restart of the container.
+    run_with_retries(*git, "fetch", "--quiet", "--tags", "--force", "origin")
     commit = find_commit(git, url, ref)
     # With the suffix the argument cannot be the name of a local branch, which git would prefer.
     run_command(*git, "checkout", "--quiet", "--force", "--detach", f"{commit}^{{commit}}")

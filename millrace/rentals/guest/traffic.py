@@ -43,8 +43,9 @@ def count_traffic(state: Path, proc: Path = Path("/proc")) -> tuple[int, int]:
                 # A lower counter belongs to a new interface of the same name.
                 sums[direction] += counter - earlier if counter >= earlier else counter
     temporary = state.with_suffix(".part")
-    temporary.write_text(json.dumps({"namespace": namespace, "counters": now, "sums": sums}))
-    temporary.replace(state)
+    with contextlib.suppress(OSError):  # on a full disk, the next call counts from the last state
+        temporary.write_text(json.dumps({"namespace": namespace, "counters": now, "sums": sums}))
+        temporary.replace(state)
     return sums[0], sums[1]
 
 

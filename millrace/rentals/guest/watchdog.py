@@ -59,6 +59,12 @@ def protect_memory() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def report(*words: object) -> None:
+    """Print a line into the log. A full disk ends neither the watch nor the tries to destroy."""
+    with contextlib.suppress(Exception):
+        print(*words, flush=True)
+
+
 def destroy(env: Mapping[str, str], key: str) -> None:
     """Ask the API to destroy this machine, again and again, until the machine is gone."""
     url = f"{env['MILLRACE_VAST_URL']}/api/v0/instances/{env['CONTAINER_ID']}/"
@@ -71,7 +77,7 @@ def destroy(env: Mapping[str, str], key: str) -> None:
             request = urllib.request.Request(url, data=b"{}", headers=headers, method="DELETE")
             urllib.request.urlopen(request, timeout=60).close()
         except Exception as error:  # noqa: BLE001 - the next try follows
-            print("could not destroy this machine:", error, flush=True)
+            report("could not destroy this machine:", error)
         time.sleep(_DESTROY_INTERVAL)
 
 
@@ -111,13 +117,18 @@ def main() -> None:
     protect_memory()
     key, began = sys.stdin.read().strip(), time.monotonic()
     while True:
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:  # as while the machine has no memory, or too many processes
+            report("the watch could not be started:", error)
+            time.sleep(_RESTART_DELAY)
+            continue
         if not child:
             try:
-                print("this machine is destroyed:", watch(os.environ, began), flush=True)
+                report("this machine is destroyed:", watch(os.environ, began))
                 destroy(os.environ, key)
             except Exception as error:  # noqa: BLE001 - another child continues after any error
-                print("the watch has failed:", repr(error), flush=True)
+                report("the watch has failed:", repr(error))
             finally:
                 os._exit(1)
         os.waitpid(child, 0)

@@ -68,7 +68,7 @@ class Leftovers:
         index = read_index(self._index)
         found = self._recognise_files(index)
         whole: list[int] = []
-        again: list[CacheEntry] = []  # recorded again, since all of their bytes were read
+        again: list[CacheEntry] = []  # recorded again: all was read, and differs
         for number, known in found.items():
             state = self._arrivals.states[number]
             if state.missing:  # a damaged file: its correct segments are kept
@@ -76,7 +76,8 @@ class Leftovers:
                 continue
             whole.append(number)
             own, *links = state.make_entries(self._catalogue.piece_size)
-            again += [own] if known.entry is not None and known.hashed else []
+            if known.entry is not None and known.hashed and not _is_last_entry(index, own):
+                again.append(own)
             again += [link for link in links if not _has_entry(index, link)]
         if again:
             append_entries(self._index, again)  # before the names of links
@@ -206,6 +207,12 @@ class Leftovers:
             )
             if blocks is not None
         ]
+
+
+def _is_last_entry(index: dict[str, list[CacheEntry]], wanted: CacheEntry) -> bool:
+    """Tell whether the last entry of a file is the wanted one, with the same digests."""
+    entries = index.get(wanted.path, [])
+    return bool(entries) and replace(entries[-1], seen=()) == wanted
 
 
 def _has_entry(index: dict[str, list[CacheEntry]], wanted: CacheEntry) -> bool:

@@ -9,7 +9,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from pydantic import SecretStr
@@ -307,30 +307,91 @@ def test_a_watchdog_stays_with_a_machine_that_was_left(vast: VastServer, tmp_pat
     assert vast.list_alive() == []
 
 
+def test_a_watchdog_destroys_its_machine_though_the_disk_is_full(vast: VastServer) -> None:
+    """It cannot write a line into its log then."""
+    vast.reset(rate=1.0, strict=False)
+    number = vast.plant("x")
+    (entry,) = vast.list_alive()
+    with Path("/dev/full").open("wb") as full:
+        watchdog = start_watchdog(vast, number, entry["key"], "", 1000, lifetime=1, stdout=full)
+    try:
+        wait_until(lambda: not vast.list_alive(), "its end")
+    finally:
+        os.killpg(watchdog.pid, signal.SIGKILL)
+        watchdog.wait()
+
+
+FULL_MACHINE = """
+import os
+fork, refusals = os.fork, [BlockingIOError("processes"), OSError("memory")]
+
+def refuse():
+    if refusals:
+        raise refusals.pop()
+    return fork()
+
+os.fork = refuse
+"""
+
+
+def test_a_watchdog_starts_its_watch_again_when_the_machine_allows_it(vast: VastServer) -> None:
+    """As after the watch was killed for its memory, while the machine has too many processes."""
+    vast.reset(rate=1.0, strict=False)
+    number = vast.plant("x")
+    (entry,) = vast.list_alive()
+    watchdog = start_watchdog(
+        vast, number, entry["key"], "", 1000, 1, subprocess.DEVNULL, machine=FULL_MACHINE
+    )
+    try:
+        wait_until(lambda: not vast.list_alive(), "its end")
+    finally:
+        os.killpg(watchdog.pid, signal.SIGKILL)
+        watchdog.wait()
+
+
 def watch(
     vast: VastServer, number: int, key: str, url: str, silence: int, lifetime: int = 1000
 ) -> str:
     """Return the output of a watchdog that has destroyed its machine."""
-    environ = {
-        "MILLRACE_DEADLINE": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
-        "MILLRACE_HEARTBEAT_TIMEOUT": f"{silence}", "MILLRACE_OWNER_URL": url,
-        "MILLRACE_VAST_URL": vast.url, "CONTAINER_ID": f"{number}",
-    }  # fmt: skip
-    script = (REPOSITORY / "millrace/rentals/guest/watchdog.py").read_text()
-    watchdog = subprocess.Popen(
-        [sys.executable, "-I", "-c", script], env=environ, text=True, start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert watchdog.stdin
+    watchdog = start_watchdog(vast, number, key, url, silence, lifetime, subprocess.PIPE)
     assert watchdog.stdout
-    with watchdog.stdin as pipe:
-        pipe.write(key)
     said = watchdog.stdout.readline()
     wait_until(lambda: not vast.list_alive(), "its end")
     os.killpg(watchdog.pid, signal.SIGKILL)
     watchdog.wait()
     watchdog.stdout.close()
     return said
+
+
+def start_watchdog(
+    vast: VastServer,
+    number: int,
+    key: str,
+    url: str,
+    silence: int,
+    lifetime: int,
+    stdout: int | IO[bytes],
+    *,
+    machine: str = "",
+) -> "subprocess.Popen[str]":
+    """Start the watchdog of a machine, as the machine does, after a script that changes `os`."""
+    environ = {
+        "MILLRACE_DEADLINE": "9999999999", "MILLRACE_LIFETIME": f"{lifetime}",
+        "MILLRACE_HEARTBEAT_TIMEOUT": f"{silence}", "MILLRACE_OWNER_URL": url,
+        "MILLRACE_VAST_URL": vast.url, "CONTAINER_ID": f"{number}",
+    }  # fmt: skip
+    script = (REPOSITORY / "millrace/rentals/guest/watchdog.py").read_text()
+    if machine:
+        script = script.replace("_RESTART_DELAY = 10.0", "_RESTART_DELAY = 0.1")
+        script = f"{machine}\nexec({script!r})"
+    watchdog = subprocess.Popen(
+        [sys.executable, "-I", "-c", script], env=environ, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=stdout,
+    )  # fmt: skip
+    assert watchdog.stdin
+    with watchdog.stdin as pipe:
+        pipe.write(key)
+    return watchdog
 
 
 def test_a_machine_that_prints_without_end_fills_no_log(

@@ -1,6 +1,8 @@
 """Refs that a rented machine checks out, by real git."""
 
 import importlib.metadata
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.rentals.guest.install import can_install_elsewhere, clone, make_environment
+from millrace.testing.process import REPOSITORY
 
 
 class Origin:
@@ -86,6 +89,8 @@ def test_branches_and_tags_are_found_and_what_is_not_there_is_said(
     assert checked_out(tmp_path / "clone", "main", monkeypatch) == (second, "second")
     third = origin.commit("third")  # the branch goes on
     assert checked_out(tmp_path / "clone", "main", monkeypatch) == (third, "third")
+    origin.git("tag", "-f", "v1")  # is moved
+    assert checked_out(tmp_path / "clone", "v1", monkeypatch) == (third, "third")
     for ref in ("gone", "0" * 40, "deadbeef"):
         with pytest.raises(RuntimeError, match=f"has no {ref}: name a branch, a tag or a commit"):
             checked_out(tmp_path / "clone", ref, monkeypatch)
@@ -118,3 +123,24 @@ def test_an_environment_has_a_pip_of_its_own_if_the_image_has_an_old_one(
     assert can_install_elsewhere() is is_new
     monkeypatch.setattr(sys, "prefix", "/an/environment")
     assert can_install_elsewhere() is False
+
+
+def test_the_reason_of_a_failure_reaches_the_owner_though_the_disk_is_full(
+    origin: Origin, tmp_path: Path
+) -> None:
+    origin.commit("first")
+    report = tmp_path / "setup.json"
+    environment = {
+        "PATH": os.environ["PATH"], "HOME": str(tmp_path),
+        "MILLRACE_REPO_URL": origin.folder.as_uri(), "MILLRACE_REPO_REF": "gone",
+        "MILLRACE_REPORT_URL": report.as_uri(),
+    }  # fmt: skip
+    script = (REPOSITORY / "millrace/rentals/guest/install.py").read_text()
+    with Path("/dev/full").open("wb") as full:  # for the log beside the clone
+        subprocess.run(
+            [sys.executable, "-I", "-c", script], cwd=tmp_path, env=environment, check=False,
+            stdout=full, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    told = json.loads(report.read_text())
+    assert told["state"] == "failed"
+    assert "has no gone" in told["detail"]

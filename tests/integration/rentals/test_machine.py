@@ -153,6 +153,20 @@ def test_bytes_count_from_the_start_of_a_machine_and_over_its_restarts(tmp_path:
     assert count() == (0, 0)
 
 
+def test_bytes_count_also_while_the_disk_is_full(tmp_path: Path) -> None:
+    counters, state = Counters(tmp_path / "proc"), tmp_path / "traffic.json"
+    counters.show(eth0=(1000, 100))
+    assert count_traffic(state, counters.proc) == (0, 0)
+    blocked = state.with_suffix(".part")
+    blocked.mkdir()  # so the state cannot be written
+    for more in (300, 700):
+        counters.show(eth0=(1000 + more, 100 + more))
+        assert count_traffic(state, counters.proc) == (more, more)
+    blocked.rmdir()
+    counters.show(eth0=(2000, 1100))
+    assert count_traffic(state, counters.proc) == (1000, 1000)
+
+
 def moved() -> int:
     """Bytes that this machine has received over all interfaces but the loopback."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]

@@ -1,6 +1,7 @@
 """A rental has one owner, whose heartbeat its machines read."""
 
 import contextlib
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 
 from millrace import errors
 from millrace.keys.rentals import RentalKeys
-from millrace.lease import Heartbeat, Lease
+from millrace.lease import Heartbeat, Holder, Lease, LeaseTerm
+from millrace.records import commit_once
 from millrace.rentals import ownership as ownership_module
 from millrace.rentals.guest.watchdog import DETACHED
 from millrace.rentals.ownership import OwnerHeartbeat, Ownership, StepTimer
-from millrace.storage import Store, StoreSpec, exists, open_store, read
+from millrace.storage import Store, StoreSpec, exists, open_store, put, read
 
 KEYS = RentalKeys("fleet")
 TIMEOUT = timedelta(minutes=5)
@@ -49,6 +51,18 @@ def test_machines_read_a_heartbeat_and_later_that_they_are_detached(store: Store
     assert read(store, KEYS.owner, max_size=100) == DETACHED
 
 
+def test_heartbeats_are_as_frequent_as_the_machines_of_the_owner_before_need(store: Store) -> None:
+    with contextlib.ExitStack() as stack:
+        ownership = make_ownership(store)
+        ownership.acquire(stack)
+        ownership.start_heartbeat(stack, [timedelta(seconds=1), timedelta(hours=1)])
+        first = read(store, KEYS.owner, max_size=100)
+        deadline = time.monotonic() + TIMEOUT.total_seconds() / 10
+        while read(store, KEYS.owner, max_size=100) == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.ExitStack() as stack:
         ownership = make_ownership(store)
@@ -59,6 +73,38 @@ def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.Mo
         with pytest.raises(errors.HeldError, match="Another process has taken over fleet"):
             ownership.refuse_if_superseded()
         assert ownership.is_superseded
+
+
+def test_a_superseded_owner_does_not_undo_what_the_next_one_tells_the_machines(
+    store: Store,
+) -> None:
+    """It may have been suspended meanwhile, and the next owner may have detached the machines."""
+    holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
+    with contextlib.ExitStack() as stack:
+        ownership = make_ownership(store)
+        ownership.acquire(stack)
+        ownership.start_heartbeat(stack)
+        term = LeaseTerm(holder=holder, ttl=timedelta(minutes=3))
+        commit_once(store, KEYS.lease.make_term_key(1), term)
+        put(store, KEYS.owner, DETACHED)
+        ownership._heartbeat._renew_heartbeat()
+        assert read(store, KEYS.owner, max_size=100) == DETACHED
+
+
+def test_an_owner_whose_lease_cannot_be_read_sends_heartbeats(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Lease) -> bool:
+        raise errors.UnavailableError("503")
+
+    with contextlib.ExitStack() as stack:
+        ownership = make_ownership(store)
+        ownership.acquire(stack)
+        ownership.start_heartbeat(stack)
+        before = read(store, KEYS.owner, max_size=100)
+        monkeypatch.setattr(Lease, "is_superseded", fail)
+        ownership._heartbeat._renew_heartbeat()
+        assert read(store, KEYS.owner, max_size=100) != before
 
 
 def test_an_owner_in_a_step_that_does_not_end_sends_no_heartbeat(

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,6 +122,17 @@ def abandon(bench: Bench, **more: Any) -> None:
     rental.__enter__()
     rental.wait_until_ready()
     rental._stack.close()  # its lease is released, its machines are not
+
+
+def test_a_next_owner_with_a_longer_timeout_keeps_the_machines_of_the_one_before(
+    bench: Bench,
+) -> None:
+    """Their watchdogs know the timeout that they were rented with."""
+    abandon(bench, heartbeat_timeout=timedelta(seconds=30))
+    with bench.rent(heartbeat_timeout=HOUR) as rental:
+        assert rental._ownership._heartbeat._interval == 5.0
+    with bench.rent(heartbeat_timeout=HOUR) as rental:  # all machines are released
+        assert rental._ownership._heartbeat._interval == 600.0
 
 
 @pytest.mark.parametrize("way", ["reap", "lose", "release", "release lost"])
@@ -285,6 +297,24 @@ def test_a_machine_that_cannot_be_destroyed_at_the_takeover_keeps_no_owner_out(
         with pytest.raises(errors.UnavailableError, match="is not confirmed"):
             rental.__exit__(None, None, None)
     assert read_costs(bench) == []
+
+
+def test_a_long_interval_of_polls_does_not_delay_a_release(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, clock = threading.Event(), bench.vast.clock
+    sleep = clock.sleep
+
+    def sleep_and_stop(seconds: float) -> None:
+        stop.set()  # as another thread does meanwhile
+        sleep(seconds)
+
+    with bench.rent(poll_interval=HOUR) as rental:
+        rental.wait_until_ready()
+        began = clock.monotonic()
+        monkeypatch.setattr(clock, "sleep", sleep_and_stop)
+        rental.wait_until_done(stop)
+        assert clock.monotonic() - began < 60
 
 
 def test_no_machine_is_rented_while_no_listing_shows_whether_released_ones_exist(

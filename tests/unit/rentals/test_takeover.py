@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -86,6 +87,20 @@ def test_a_machine_that_runs_keeps_its_slot_beside_an_earlier_unanswered_request
     assert state.active[0].attempt.instance_id == 11
     assert set(state.unclaimed) == {0}
     assert state.next_attempt == 2
+
+
+@pytest.mark.parametrize("listed", [{11}, {10, 11}])
+def test_a_machine_keeps_its_slot_beside_the_one_before_that_is_being_released(
+    context: RentalContext, listed: set[int]
+) -> None:
+    write(context, make_attempt(0, instance_id=10))  # lost; its destroy requests fail, or are late
+    write(context, make_attempt(1, instance_id=11))
+    for number in listed:
+        cast("FakeVast", context.vast).add(number)
+    state = RentalState(2)
+    decisions = take_over(context, state)
+    assert state.active[0].attempt.instance_id == 11
+    assert [one.machine.attempt.number for one in decisions] == [0]
 
 
 @pytest.mark.parametrize("code", [0, 1, None])

@@ -85,6 +85,43 @@ def test_a_machine_whose_intent_cannot_be_read_is_released_without_an_owner(benc
     assert released.release_reason == "the machine has no living owner"
 
 
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_machine_whose_intent_cannot_be_read_is_released_with_its_rental(
+    bench: Bench, machines: int
+) -> None:
+    abandon(bench, machines=machines)
+    put(bench.store, KEYS.make_intent_key(0), b"junk")
+    settings, vast = get_ledger(bench)
+    assert release_rental(settings, "fleet", vast=vast) == machines
+    assert not bench.vast.instances
+
+
+def test_a_detached_machine_whose_intent_cannot_be_read_stays_when_others_are_released(
+    bench: Bench,
+) -> None:
+    with bench.rent(detached=True) as rental:
+        rental.wait_until_ready()
+    put(bench.store, KEYS.make_intent_key(0), b"junk")
+    settings, vast = get_ledger(bench)
+    bench.vast.add(8, bench.vast.creates[0].replace("/fleet/", "/other/"))
+    with pytest.raises(errors.NotFoundError, match="has no rental 'fleet'"):
+        release_rental(settings, "fleet", vast=vast, include_detached=False)
+    assert set(bench.vast.instances) == {1, 8}
+    assert release_rental(settings, "fleet", vast=vast) == 1
+    assert set(bench.vast.instances) == {8}
+
+
+def test_a_machine_that_is_listed_after_its_release_is_released_with_its_rental(
+    bench: Bench,
+) -> None:
+    with bench.rent() as rental:
+        rental.wait_until_ready()
+    bench.vast.add(1, bench.vast.creates[0])
+    settings, vast = get_ledger(bench)
+    assert release_rental(settings, "fleet", vast=vast) == 1
+    assert not bench.vast.instances
+
+
 @pytest.mark.parametrize(
     "key", [KEYS.make_intent_key(0), KEYS.make_contract_key(0), KEYS.make_detached_key(0)]
 )

@@ -136,6 +136,20 @@ def test_a_piece_is_written_once_and_completes_its_files(tmp_path):
     assert parts.arrivals.count_unallocated() == 0
 
 
+def test_a_full_check_of_unchanged_files_adds_nothing_to_the_index(tmp_path):
+    """Each run reads the whole index, so it must not grow with each run."""
+    parts = Parts(tmp_path)
+    parts.begin()
+    parts.write_large(0, 1, 2)
+    parts.write(3, SMALL * 2)
+    parts.finisher.finish([0, 1, 2])
+    index = tmp_path / ".millrace" / "files.jsonl"
+    before = index.read_bytes()
+    for _ in range(2):
+        assert Parts(tmp_path, check=CacheCheck.FULL).begin() == [0, 1, 2]
+        assert index.read_bytes() == before
+
+
 def test_a_piece_that_is_dropped_while_its_file_is_synced_is_written_again(tmp_path, monkeypatch):
     parts = Parts(tmp_path)
     parts.begin()

@@ -1,5 +1,7 @@
 """Members of a run, how many of them must live, and who is waited for no longer."""
 
+import time
+
 import pytest
 
 from millrace import errors
@@ -43,6 +45,17 @@ def test_a_member_that_does_not_answer_is_absent_until_it_joins():
     members.add(member)
     assert not members.has_awaited()
     assert members.list_joined() == [member]
+
+
+def test_the_files_of_a_member_are_counted_without_a_look_at_each():
+    """The driver asks this for each node, several times a second."""
+    member, count = make_member("a"), 300_000
+    member.files = set(range(count))
+    member.unusable = {0: "is also a file", count: "is not"}
+    began = time.monotonic()
+    assert all(member.has_all(count + 1) for _ in range(1000))
+    assert not member.has_all(count + 2)
+    assert time.monotonic() - began < 1.0
 
 
 def test_a_run_begins_when_all_have_come_or_long_enough_was_waited():
