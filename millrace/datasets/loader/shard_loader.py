@@ -103,8 +103,8 @@ class ShardLoader:
         pack_field: Field with the tokens; by default that of the format ``tokens``.
         cache: Cache of whole shards on the disk of the node, or its folder, which then grows as
             long as the disk has room.
-        warmed: Folders with files of the dataset below their keys, as a prewarm leaves them. They
-            need a cache, which remembers that the files were verified.
+        warmed: Folder, or several, with files of the dataset below their keys, as a prewarm leaves
+            them. They need a cache, which remembers that the files were verified.
 
     Raises:
         NotFoundError: The dataset has no manifest.
@@ -137,7 +137,7 @@ class ShardLoader:
         pack: int | None = None,
         pack_field: str | None = None,
         cache: DiskCache | Path | str | None = None,
-        warmed: Sequence[Path | str] = (),
+        warmed: Sequence[Path | str] | Path | str = (),
     ) -> None:
         specs, name = _find_dataset(source, dataset)
         self._files = ProcessFiles(specs, cache, warmed)

@@ -645,3 +645,21 @@ def test_digests_of_blocks_are_read_where_they_are(
     assert copied == []
     assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d")) == expected
     assert len(copied) == 4
+
+
+def test_the_folders_of_a_loader_are_those_of_this_machine(
+    mirrors: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    _, store, warmed = mirrors
+    expected = load_bodies(ShardLoader(store.as_uri(), "d"))
+    shutil.rmtree(store / "d/shards")
+    options: dict[str, Any]
+    for options in ({"cache": "file:///cache"}, {"cache": "~/cache", "warmed": "s3://bucket/a"}):
+        with pytest.raises(errors.ConfigurationError, match="is a folder of this machine, and no"):
+            ShardLoader(store.as_uri(), "d", **options)
+    for folder in (warmed, str(warmed), [f"~/{warmed.name}"]):
+        loader = ShardLoader(store.as_uri(), "d", cache="~/cache", warmed=folder)
+        assert load_bodies(loader) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "cache"]
