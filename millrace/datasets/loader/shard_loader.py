@@ -293,18 +293,20 @@ class ShardLoader:
         """
         state = self._make_first_state(epoch)
         if epoch == self._progress.last_ended:
-            self.stay_at_end()
+            self.stay_at_end(epoch)
             return
         self._stays_at_end = self._progress.is_resumed_at_end = False
         if epoch != self.epoch or self._progress.is_ended:
             self._go_to(state)
 
-    def stay_at_end(self) -> None:
-        """Let the next iteration have no sample, if a state was loaded that ended an epoch.
+    def stay_at_end(self, epoch: int | None = None) -> None:
+        """Let the next iteration have no sample, if the loaded state is of the end of an epoch.
 
-        A trainer that was at the end of an epoch goes on with the rest of this epoch.
+        Args:
+            epoch: Number of the epoch; None for any.
         """
-        self._stays_at_end = self._progress.is_resumed_at_end
+        ended = self._progress.last_ended
+        self._stays_at_end = ended is not None and epoch in {None, ended}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.

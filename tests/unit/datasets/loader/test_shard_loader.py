@@ -663,3 +663,17 @@ def test_the_folders_of_a_loader_are_those_of_this_machine(
         loader = ShardLoader(store.as_uri(), "d", cache="~/cache", warmed=folder)
         assert load_bodies(loader) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "cache"]
+
+
+def test_a_dataset_for_torch_stays_at_the_end_of_the_epoch_that_was_set(make: Make) -> None:
+    loader = make()
+    epochs = [list(loader) for _ in range(2)]
+    dataset = make().as_torch_dataset()
+    assert list(dataset) == epochs[0]
+    state = dataset.state_dict()
+    for epoch, rest in ((None, epochs[1]), (1, epochs[1]), (0, []), (2, epochs[1])):
+        again = make().as_torch_dataset()
+        if epoch is not None:
+            again.set_epoch(epoch)
+        again.load_state_dict(state)
+        assert list(again) == rest
