@@ -348,7 +348,8 @@ class ShardLoader:
             workers: Number of workers.
 
         Raises:
-            ConfigurationError: The rank has received transformed samples in another process.
+            ConfigurationError: The rank has received samples in another process, and the other
+                ranks may be at other places: with `transform`, `pack` or ``keep``.
         """
         process = self._process._replace(worker=worker, workers=workers)
         if process != self._process:

@@ -677,3 +677,13 @@ def test_a_dataset_for_torch_stays_at_the_end_of_the_epoch_that_was_set(make: Ma
             again.set_epoch(epoch)
         again.load_state_dict(state)
         assert list(again) == rest
+
+
+@pytest.mark.parametrize("options", [{"remainder": "keep"}, {"transform": dict}])
+def test_workers_cannot_go_on_where_a_rank_alone_has_begun(
+    make: Make, options: dict[str, Any]
+) -> None:
+    loader = make(world_size=2, streams=4, **options)
+    next(iter(loader))
+    with pytest.raises(errors.ConfigurationError, match="This rank has received samples in anoth"):
+        loader.read_as_worker(0, 2)
