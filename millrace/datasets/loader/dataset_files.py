@@ -254,14 +254,16 @@ class ProcessFiles:
         self,
         specs: Sequence[StoreSpec],
         cache: DiskCache | Path | str | None,
-        warmed: Sequence[Path | str],
+        warmed: Sequence[Path | str] | Path | str,
     ) -> None:
-        self._specs, self._warmed = list(specs), [Path(folder) for folder in warmed]
+        folders = [warmed] if isinstance(warmed, Path | str) else warmed
+        self._specs = list(specs)
+        self._warmed = [_parse_folder("warmed", folder) for folder in folders]
         self._folder, self._max_bytes = None, sys.maxsize
         if isinstance(cache, DiskCache):
             self._folder, self._max_bytes = cache.folder, cache.max_bytes
         elif cache is not None:
-            self._folder = Path(cache)
+            self._folder = _parse_folder("cache", cache)
         if warmed and self._folder is None:
             raise ConfigurationError(
                 "`warmed` folders need a `cache`, which remembers that their files were verified. "
@@ -294,3 +296,18 @@ class ProcessFiles:
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a new process, which opens the stores again."""
         return {**vars(self), "_opened": None}
+
+
+def _parse_folder(argument: str, folder: Path | str) -> Path:
+    """Return the path of a folder.
+
+    Raises:
+        ConfigurationError: The text is a URL.
+    """
+    if isinstance(folder, str) and "://" in folder:
+        scheme = folder.partition("://")[0]
+        raise ConfigurationError(
+            f"`{argument}` is a folder of this machine, and no URL ({scheme}://). Write the path "
+            "of a folder, such as /data/shards."
+        )
+    return Path(folder).expanduser().absolute()

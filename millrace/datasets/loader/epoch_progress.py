@@ -126,8 +126,9 @@ class EpochProgress:
         state = self.make_state() if self.received else self._start
         if state.share is not None:
             raise ConfigurationError(
-                "This rank has received transformed samples in another process, so its streams "
-                "cannot be dealt to workers. Load the states of all ranks, as a list."
+                "This rank has received samples in another process, and the other ranks may be at "
+                "other places, so its streams cannot be dealt to workers. Load the states of all "
+                "ranks, as a list."
             )
         return state
 

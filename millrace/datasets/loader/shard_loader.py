@@ -103,8 +103,8 @@ class ShardLoader:
         pack_field: Field with the tokens; by default that of the format ``tokens``.
         cache: Cache of whole shards on the disk of the node, or its folder, which then grows as
             long as the disk has room.
-        warmed: Folders with files of the dataset below their keys, as a prewarm leaves them. They
-            need a cache, which remembers that the files were verified.
+        warmed: Folder, or several, with files of the dataset below their keys, as a prewarm leaves
+            them. They need a cache, which remembers that the files were verified.
 
     Raises:
         NotFoundError: The dataset has no manifest.
@@ -137,7 +137,7 @@ class ShardLoader:
         pack: int | None = None,
         pack_field: str | None = None,
         cache: DiskCache | Path | str | None = None,
-        warmed: Sequence[Path | str] = (),
+        warmed: Sequence[Path | str] | Path | str = (),
     ) -> None:
         specs, name = _find_dataset(source, dataset)
         self._files = ProcessFiles(specs, cache, warmed)
@@ -293,18 +293,20 @@ class ShardLoader:
         """
         state = self._make_first_state(epoch)
         if epoch == self._progress.last_ended:
-            self.stay_at_end()
+            self.stay_at_end(epoch)
             return
         self._stays_at_end = self._progress.is_resumed_at_end = False
         if epoch != self.epoch or self._progress.is_ended:
             self._go_to(state)
 
-    def stay_at_end(self) -> None:
-        """Let the next iteration have no sample, if a state was loaded that ended an epoch.
+    def stay_at_end(self, epoch: int | None = None) -> None:
+        """Let the next iteration have no sample, if the loaded state is of the end of an epoch.
 
-        A trainer that was at the end of an epoch goes on with the rest of this epoch.
+        Args:
+            epoch: Number of the epoch; None for any.
         """
-        self._stays_at_end = self._progress.is_resumed_at_end
+        ended = self._progress.last_ended
+        self._stays_at_end = ended is not None and epoch in {None, ended}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the sample that was received last, as plain JSON.
@@ -346,7 +348,8 @@ class ShardLoader:
             workers: Number of workers.
 
         Raises:
-            ConfigurationError: The rank has received transformed samples in another process.
+            ConfigurationError: The rank has received samples in another process, and the other
+                ranks may be at other places: with `transform`, `pack` or ``keep``.
         """
         process = self._process._replace(worker=worker, workers=workers)
         if process != self._process:

@@ -41,6 +41,7 @@ class TorchShards(IterableDataset[Any]):
     def __init__(self, loader: ShardLoader) -> None:
         super().__init__()
         self._loader = loader
+        self._epoch: int | None = None  # that `set_epoch` has named last
         self._shared = RawValue(_SharedState)
         self._changes = 0  # that this copy of the dataset knows
 
@@ -71,6 +72,7 @@ class TorchShards(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, see `ShardLoader.set_epoch`."""
         self._loader.set_epoch(epoch)
+        self._epoch = epoch
         self._note_own_position(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,11 +92,16 @@ class TorchShards(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go to the position of a state, see `ShardLoader.load_state_dict`.
 
-        The next iteration is the rest of the epoch of the state, also if no sample is left of it.
+        If the state is of the end of the epoch that `set_epoch` has named, the next iteration is
+        the rest of this epoch, without a sample. So it is in a worker process, where torchdata
+        begins a further iteration if the state is of a whole epoch.
         """
         self._take_share()
         self._loader.load_state_dict(state)
-        self._loader.stay_at_end()
+        if get_worker_info() is not None:
+            self._loader.stay_at_end()
+        elif self._epoch is not None:
+            self._loader.stay_at_end(self._epoch)
         self._note_own_position(-1)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -645,3 +645,45 @@ def test_digests_of_blocks_are_read_where_they_are(
     assert copied == []
     assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d")) == expected
     assert len(copied) == 4
+
+
+def test_the_folders_of_a_loader_are_those_of_this_machine(
+    mirrors: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    _, store, warmed = mirrors
+    expected = load_bodies(ShardLoader(store.as_uri(), "d"))
+    shutil.rmtree(store / "d/shards")
+    options: dict[str, Any]
+    for options in ({"cache": "file:///cache"}, {"cache": "~/cache", "warmed": "s3://bucket/a"}):
+        with pytest.raises(errors.ConfigurationError, match="is a folder of this machine, and no"):
+            ShardLoader(store.as_uri(), "d", **options)
+    for folder in (warmed, str(warmed), [f"~/{warmed.name}"]):
+        loader = ShardLoader(store.as_uri(), "d", cache="~/cache", warmed=folder)
+        assert load_bodies(loader) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "cache"]
+
+
+def test_a_dataset_for_torch_stays_at_the_end_of_the_epoch_that_was_set(make: Make) -> None:
+    loader = make()
+    epochs = [list(loader) for _ in range(2)]
+    dataset = make().as_torch_dataset()
+    assert list(dataset) == epochs[0]
+    state = dataset.state_dict()
+    for epoch, rest in ((None, epochs[1]), (1, epochs[1]), (0, []), (2, epochs[1])):
+        again = make().as_torch_dataset()
+        if epoch is not None:
+            again.set_epoch(epoch)
+        again.load_state_dict(state)
+        assert list(again) == rest
+
+
+@pytest.mark.parametrize("options", [{"remainder": "keep"}, {"transform": dict}])
+def test_workers_cannot_go_on_where_a_rank_alone_has_begun(
+    make: Make, options: dict[str, Any]
+) -> None:
+    loader = make(world_size=2, streams=4, **options)
+    next(iter(loader))
+    with pytest.raises(errors.ConfigurationError, match="This rank has received samples in anoth"):
+        loader.read_as_worker(0, 2)
