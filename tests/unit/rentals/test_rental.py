@@ -124,6 +124,19 @@ def abandon(bench: Bench, **more: Any) -> None:
     rental._stack.close()  # its lease is released, its machines are not
 
 
+def test_a_next_owner_keeps_a_machine_that_the_provider_hears_nothing_of_for_a_while(
+    bench: Bench,
+) -> None:
+    abandon(bench)
+    bench.vast.add(1, bench.vast.creates[0], actual_status="unknown")
+    with bench.rent(retry_failed=True) as rental:
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {1}
+        bench.vast.clock.sleep(301)  # its heartbeats have ended, too
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {2}
+
+
 def test_a_next_owner_with_a_longer_timeout_keeps_the_machines_of_the_one_before(
     bench: Bench,
 ) -> None:
