@@ -668,6 +668,19 @@ def test_an_intent_without_a_create_request_costs_nothing(
     assert read_released_cost(bench) == 0
 
 
+def test_machines_that_were_rented_with_a_replaced_key_are_released(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity of an account whose keys may not read it is that of the key."""
+    with bench.rent(detached=True) as rental:
+        rental.wait_until_ready()
+    monkeypatch.setattr(bench.vast, "identify_account", lambda: "key-0123456789abcdef")
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    assert release_rental(settings, "fleet", vast=vast) == 1
+    assert not bench.vast.instances
+    assert read_costs(bench) != []
+
+
 def read_costs(bench: Bench) -> list[float]:
     """Return the recorded costs of the released machines."""
     attempts = list_attempts(bench.store, "fleet")
