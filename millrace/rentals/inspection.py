@@ -96,7 +96,9 @@ class MachineInspector:
             )
         if message := self._budget.check_price(machine, instance.dollars_per_hour):
             return ReleaseDecision(machine, ReleaseReason.TOO_EXPENSIVE, message)
-        if instance.failure and not (machine.is_ready and instance.status == "unknown"):
+        # The program of a machine may run while the provider hears nothing of its host.
+        has_run = machine.is_ready or machine.reports.heartbeat is not None
+        if instance.failure and not (has_run and instance.status == "unknown"):
             return ReleaseDecision(machine, ReleaseReason.DEAD, instance.failure)
         return None
 
@@ -118,7 +120,11 @@ class MachineInspector:
                 f"the machine could not install the program: {error}",
                 error,
             )
-        if machine.reports.heartbeat is not None and instance is not None and instance.is_running:
+        if (
+            machine.reports.heartbeat is not None
+            and instance is not None
+            and (instance.is_running or instance.status == "unknown")
+        ):
             machine.is_ready = True
             self._policy.note_ready(machine.slot)
             self._context.progress(MachineReady(machine=machine.name, instance=instance.id))

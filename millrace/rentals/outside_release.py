@@ -71,11 +71,18 @@ def release_rental(
             if one.release_record is None and (include_detached or not one.is_detached)
         ]
         own_unreleased = [one for one in unreleased if one.intent.account == own_account]
-        by_label = {one.intent.label: one for one in own_unreleased}
         keys = RentalKeys(rental)
         # The reaper releases the rest if this process is killed.
         delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
         instances = vast.list_instances()
+        # An account whose keys may not read its number has another identity after a new key.
+        own_unreleased += [
+            one
+            for one in unreleased
+            if one not in own_unreleased and one.find_instance(instances) is not None
+        ]
+        delete(store, [keys.make_detached_key(one.number) for one in own_unreleased])
+        by_label = {one.intent.label: one for one in own_unreleased}
         strays = _find_strays(store, rental, attempts, instances, include_detached=include_detached)
         if not (attempts or strays):
             raise errors.NotFoundError(

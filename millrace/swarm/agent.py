@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from millrace.errors import StoppedError
+from millrace.errors import ConfigurationError, StoppedError
 from millrace.swarm import tls
 from millrace.swarm.node_run import NodeRun
 from millrace.swarm.protocol import VERSION, Endpoint, SignatureChecker, check_signature
@@ -49,6 +49,9 @@ class Agent:
         host: Address to listen on.
         port: Port to listen on; 0 for a free port.
 
+    Raises:
+        ConfigurationError: The folder cannot be made, or the process cannot listen there.
+
     Attributes:
         root: Folder that all destinations are below.
         identity: Random name of this agent.
@@ -56,7 +59,13 @@ class Agent:
     """
 
     def __init__(self, root: Path, control: bytes, *, host: str = "", port: int = 0) -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The agent cannot make its folder {root} ({error.strerror}): name a folder that "
+                "it may write to."
+            ) from error
         self.root, self._control = root, control
         self.identity = secrets.token_hex(8)
         self._driver_signatures = SignatureChecker(self.identity)

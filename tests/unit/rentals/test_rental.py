@@ -124,6 +124,19 @@ def abandon(bench: Bench, **more: Any) -> None:
     rental._stack.close()  # its lease is released, its machines are not
 
 
+def test_a_next_owner_keeps_a_machine_that_the_provider_hears_nothing_of_for_a_while(
+    bench: Bench,
+) -> None:
+    abandon(bench)
+    bench.vast.add(1, bench.vast.creates[0], actual_status="unknown")
+    with bench.rent(retry_failed=True) as rental:
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {1}
+        bench.vast.clock.sleep(301)  # its heartbeats have ended, too
+        rental.wait_until_ready()
+        assert set(bench.vast.instances) == {2}
+
+
 def test_a_next_owner_with_a_longer_timeout_keeps_the_machines_of_the_one_before(
     bench: Bench,
 ) -> None:
@@ -653,6 +666,19 @@ def test_an_intent_without_a_create_request_costs_nothing(
         with bench.rent() as rental:
             assert rental.cost == 0
     assert read_released_cost(bench) == 0
+
+
+def test_machines_that_were_rented_with_a_replaced_key_are_released(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity of an account whose keys may not read it is that of the key."""
+    with bench.rent(detached=True) as rental:
+        rental.wait_until_ready()
+    monkeypatch.setattr(bench.vast, "identify_account", lambda: "key-0123456789abcdef")
+    settings, vast = make_settings(bench.folder).ledger, cast("VastClient", bench.vast)
+    assert release_rental(settings, "fleet", vast=vast) == 1
+    assert not bench.vast.instances
+    assert read_costs(bench) != []
 
 
 def read_costs(bench: Bench) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import StoppedError
+from millrace.errors import ConfigurationError, StoppedError
 from millrace.swarm import agent as agents
 from millrace.swarm.assembly import leftovers
 from millrace.swarm.cache_index import CacheCheck
@@ -51,6 +51,13 @@ def test_an_agent_is_busy_while_it_ends_a_run(tmp_path, monkeypatch):
     finally:
         SlowRun.may_end.set()
         agent.close()
+
+
+def test_an_agent_whose_folder_cannot_be_made_is_refused_by_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigurationError, match=f"cannot make its folder {root} "):
+            agents.Agent(root, b"key")
 
 
 def test_an_agent_may_open_as_many_files_as_the_system_allows():
