@@ -30,7 +30,7 @@ from prefect_aws import AwsCredentials
 from pydantic import SecretStr, ValidationError
 
 from blocks.bucket import Bucket, BucketRole
-from blocks.environment import BucketSettings, read_buckets
+from blocks.environment import BucketSettings, check_web_url, read_buckets
 from blocks.hugging_face import HuggingFaceCredentials
 from blocks.loading import describe_faults, load_with_faults
 from blocks.rules import CleaningRules
@@ -89,6 +89,7 @@ def set_up_server(
     """
     with report_errors():
         buckets = read_buckets(os.environ, roles, rights)
+        _read_notify_url(os.environ)  # before anything is made
         with connect() as client:
             for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
                 would = "would be " if dry_run and outcome is not SetupOutcome.UNCHANGED else ""
@@ -181,7 +182,7 @@ def _create_objects(
             _save_block(block, name, dry_run=dry_run)[1],
         )
     yield from make_essentials(client, uploads, dry_run=dry_run)
-    if url := os.environ.get(_NOTIFY_VARIABLE):
+    if url := _read_notify_url(os.environ):
         block, outcome = _save_block(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
         yield f"block webhook/{_NOTICES}", outcome
         saved = block._block_document_id  # noqa: SLF001 - None where a dry run has not saved it
@@ -235,10 +236,14 @@ def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str
     yield f"block millrace-bucket/{wanted.name}", outcome
 
 
+def _read_notify_url(environ: Mapping[str, str]) -> str:
+    return check_web_url(environ.get(_NOTIFY_VARIABLE, ""), _NOTIFY_VARIABLE)
+
+
 def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, str]]:
-    if key := environ.get("VAST_API_KEY"):
+    if key := environ.get("VAST_API_KEY", "").strip():
         yield VastCredentials(api_key=SecretStr(key)), "vast"
-    if token := environ.get("HF_TOKEN"):
+    if token := environ.get("HF_TOKEN", "").strip():
         yield HuggingFaceCredentials(token=SecretStr(token)), "hugging-face"
 
 

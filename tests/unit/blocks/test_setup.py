@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials
 
-from blocks import Bucket, BucketRole, setup
+from blocks import Bucket, BucketRole, VastCredentials, setup
 from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
 from blocks.setup import SetupOutcome
+from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from tests.unit.blocks.test_environment import ACCOUNT, OTHER, PAIR, RIGHTS, variables
@@ -148,3 +150,20 @@ def test_the_check_is_below_the_prefix_of_the_block(
     saved[Bucket, "dataset"] = get_bucket(saved).model_copy(update={"url": url})
     setup._check_credentials(read_dataset(), [Right.READ])
     assert checked == [(url, Right.READ)]
+
+
+def test_a_webhook_without_its_scheme_is_refused_before_anything_is_made() -> None:
+    """An automation would call it in vain, and nobody would hear of a failure."""
+    environment = {"MILLRACE_NOTIFY_URL": "hooks.example.com/services/a-secret"}
+    done = CliRunner().invoke(main, ["setup", "--without-buckets"], env=environment)
+    assert done.exit_code == 2
+    assert "MILLRACE_NOTIFY_URL is no URL: it begins with https:// or http://." in done.output
+    assert "a-secret" not in done.output
+
+
+def test_white_space_around_a_key_is_no_part_of_it() -> None:
+    """As a .env file leaves it whose lines end in carriage returns, too."""
+    ((block, name),) = setup._read_account_blocks({"VAST_API_KEY": "a key\r", "HF_TOKEN": "\r"})
+    assert name == "vast"
+    assert isinstance(block, VastCredentials)
+    assert block.api_key.get_secret_value() == "a key"
