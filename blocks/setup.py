@@ -179,11 +179,12 @@ def _create_objects(
     for block, name in _read_account_blocks(os.environ):
         yield (
             f"block {type(block).get_block_type_slug()}/{name}",
-            _save_block(block, name, dry_run=dry_run)[1],
+            _save_block(block, name, dry_run=dry_run, keeps_fields=True)[1],
         )
     yield from make_essentials(client, uploads, dry_run=dry_run)
     if url := _read_notify_url(os.environ):
-        block, outcome = _save_block(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
+        webhook = Webhook(url=SecretStr(url))
+        block, outcome = _save_block(webhook, _NOTICES, dry_run=dry_run, keeps_fields=True)
         yield f"block webhook/{_NOTICES}", outcome
         saved = block._block_document_id  # noqa: SLF001 - None where a dry run has not saved it
         if saved is not None:
@@ -247,9 +248,22 @@ def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, st
         yield HuggingFaceCredentials(token=SecretStr(token)), "hugging-face"
 
 
-def _save_block(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
-    """Save a block unless the server has an equal one."""
+def _save_block(
+    block: B, name: str, *, dry_run: bool, keeps_fields: bool = False
+) -> tuple[B, SetupOutcome]:
+    """Save a block unless the server has an equal one.
+
+    Args:
+        block: Block.
+        name: Name of the block.
+        dry_run: Whether to save nothing.
+        keeps_fields: Whether fields that the environment does not name stay as they are on the
+            server, such as another address of the Hub.
+    """
     existing, faults = load_with_faults(type(block), name)
+    if existing is not None and keeps_fields:
+        given = {field: getattr(block, field) for field in block.model_fields_set}
+        block = existing.model_copy(update=given)
     if faults:
         click.echo(f"{describe_faults(type(block), name, faults)} It is replaced.", err=True)
     if existing is not None and _dump_content(existing) == _dump_content(block):

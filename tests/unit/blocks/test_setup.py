@@ -6,8 +6,9 @@ import pytest
 from click.testing import CliRunner
 from prefect.blocks.core import Block
 from prefect_aws import AwsCredentials
+from pydantic import SecretStr
 
-from blocks import Bucket, BucketRole, VastCredentials, setup
+from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials, setup
 from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
 from blocks.setup import SetupOutcome
 from millrace.cli import main
@@ -32,7 +33,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Saved:
         assert overwrite
         blocks[type(block), name] = block
 
-    for kind in (Bucket, AwsCredentials):
+    for kind in (Bucket, AwsCredentials, HuggingFaceCredentials):
         monkeypatch.setattr(kind, "load", classmethod(load))
         monkeypatch.setattr(kind, "save", save)
     return blocks
@@ -167,3 +168,18 @@ def test_white_space_around_a_key_is_no_part_of_it() -> None:
     assert name == "vast"
     assert isinstance(block, VastCredentials)
     assert block.api_key.get_secret_value() == "a key"
+
+
+def test_setup_keeps_the_fields_of_an_account_that_the_environment_does_not_name(
+    saved: Saved,
+) -> None:
+    hub = HuggingFaceCredentials(token=SecretStr("old"), endpoint="https://hub.example.com")
+    saved[HuggingFaceCredentials, "hugging-face"] = hub
+    ((wanted, name),) = setup._read_account_blocks({"HF_TOKEN": "new"})
+    _, outcome = setup._save_block(wanted, name, dry_run=False, keeps_fields=True)
+    found = saved[HuggingFaceCredentials, "hugging-face"]
+    assert isinstance(found, HuggingFaceCredentials)
+    assert (found.token.get_secret_value(), found.endpoint) == ("new", "https://hub.example.com")
+    assert outcome is SetupOutcome.UPDATED
+    again = setup._save_block(wanted, name, dry_run=False, keeps_fields=True)[1]
+    assert again is SetupOutcome.UNCHANGED
