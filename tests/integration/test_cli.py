@@ -633,6 +633,7 @@ def test_a_prefix_is_another_dataset(run, settings):
     [
         (("run", "none.yaml"), 2, "millrace init"),
         (("verify", "file:///nowhere-at-all"), 2, "name the dataset"),
+        (("verify", "no-folder", "words"), 1, "There is no folder"),
         (("status", "ftp://x"), 2, "names no store"),
         (("run", "job.yaml", "--prefix", "../up"), 2, "letters, digits"),
         (("run", "job.yaml", "--prefix", ""), 2, "--prefix is empty"),
