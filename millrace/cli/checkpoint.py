@@ -113,6 +113,14 @@ def _explain_no_job(store: "Store") -> str:
     return f"There is no checkpoint below {store.url}."
 
 
+def _explain_no_checkpoint(store: "Store", job: str) -> str:
+    """Return a sentence about a job without checkpoints, such as one whose name is misspelled."""
+    return (
+        f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` shows "
+        "the jobs that have some."
+    )
+
+
 def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
     from millrace.checkpoints import VerifyDepth, list_steps, read_pins, survey
     from millrace.checkpoints import verify as verify_checkpoint
@@ -150,10 +158,7 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             }
         )  # fmt: skip
     if not rows:
-        raise errors.NotFoundError(
-            f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` "
-            "shows the jobs that have some."
-        )
+        raise errors.NotFoundError(_explain_no_checkpoint(store, job))
     make_console().print(table)
     for fault in faults:
         echo(fault)
@@ -279,10 +284,17 @@ def retain(
     \b
     Example: millrace checkpoint retain r2://ACCOUNT/BUCKET my-job --last 3 --every 1000
     """
-    from millrace.checkpoints import RetentionSettings, apply_retention, plan_retention
+    from millrace.checkpoints import (
+        RetentionSettings,
+        apply_retention,
+        list_steps,
+        plan_retention,
+    )
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
+    if not list_steps(store, job):
+        raise errors.NotFoundError(_explain_no_checkpoint(store, job))
     plan = plan_retention(store, job, RetentionSettings(last=last, every=every))
     for step, reason in sorted(plan.kept.items(), reverse=True):
         echo(f"step {step} stays: {reason}")
