@@ -208,7 +208,7 @@ store = bucket.open("read")
             ConfigurationError: As for `make_spec`.
         """
         spec = StoreSpec(url=url, account_id=self.account_id)
-        backend = Location.parse(url, account_id=self.account_id).backend
+        backend = Location.parse(spec.url, account_id=self.account_id).backend
         match backend:
             case Backend.S3 | Backend.R2:
                 pair = self._choose(self.read_credentials, self.write_credentials, url, right)

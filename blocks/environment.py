@@ -17,6 +17,7 @@ from millrace.storage import Backend, Location, Right, StoreSpec
 
 BUCKET_LIST_VARIABLE = "R2_DATASET_BUCKET_LIST"
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
+_WEB_URL = re.compile(r"https?://[^/\s]\S*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def read_buckets(
     """
     missing: dict[str, str] = {}
     found: list[BucketSettings] = []
-    endpoint = environ.get("R2_ENDPOINT") or None
+    endpoint = check_web_url(environ.get("R2_ENDPOINT", ""), "R2_ENDPOINT") or None
     wanted = list(rights)
     for role in roles:
         if role is BucketRole.DATASET:
@@ -253,6 +254,11 @@ def _read_entries(value: str) -> list[Any]:
                 f"{BUCKET_LIST_VARIABLE} is neither a JSON list, nor URLs with commas between "
                 f"them, nor a file that can be read ({error.strerror})."
             ) from None
+        except UnicodeError:
+            raise ConfigurationError(
+                f"{BUCKET_LIST_VARIABLE} names a file whose text is not UTF-8: save it with this "
+                "encoding."
+            ) from None
     try:
         entries = json.loads(value)
     except json.JSONDecodeError as error:
@@ -293,6 +299,23 @@ def _parse_entry(entry: Any, number: int, name: str, endpoint: str | None) -> Bu
 def _has_pair(pair: Any) -> bool:
     """Decide whether an entry has a key pair. Templar's entries may have one without values."""
     return isinstance(pair, dict) and any(cast("dict[str, Any]", pair).values())
+
+
+def check_web_url(value: str, source: str) -> str:
+    """Return the URL of a web server, without white space around it; empty if there is none.
+
+    Args:
+        value: Value of a variable.
+        source: Name of the variable, for the error.
+
+    Raises:
+        ConfigurationError: The value is no such URL. The message does not show it: a webhook's is
+            a secret.
+    """
+    url = value.strip()
+    if url and not _WEB_URL.fullmatch(url):
+        raise ConfigurationError(f"{source} is no URL: it begins with https:// or http://.")
+    return url
 
 
 def _check_account_id(value: str, source: str) -> str:

@@ -30,7 +30,7 @@ from prefect_aws import AwsCredentials
 from pydantic import SecretStr, ValidationError
 
 from blocks.bucket import Bucket, BucketRole
-from blocks.environment import BucketSettings, read_buckets
+from blocks.environment import BucketSettings, check_web_url, read_buckets
 from blocks.hugging_face import HuggingFaceCredentials
 from blocks.loading import describe_faults, load_with_faults
 from blocks.rules import CleaningRules
@@ -40,6 +40,7 @@ from millrace import errors
 from millrace.storage import Right
 
 _DEFAULT_SLOTS = 32
+_REFUSALS = {401, 403}  # status of an answer to a client without the password
 _HEARTBEAT_INTERVAL = timedelta(seconds=30)
 _ZOMBIES = "millrace-zombies"
 _NOTICES = "millrace-notices"
@@ -89,6 +90,7 @@ def set_up_server(
     """
     with report_errors():
         buckets = read_buckets(os.environ, roles, rights)
+        _read_notify_url(os.environ)  # before anything is made
         with connect() as client:
             for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
                 would = "would be " if dry_run and outcome is not SetupOutcome.UNCHANGED else ""
@@ -117,12 +119,13 @@ def report_errors() -> Generator[None]:
         raise click.ClickException(_describe_refusal(error)) from None
 
 
-def connect() -> SyncPrefectClient:
-    """Return a client of the server at PREFECT_API_URL.
+def check_server() -> str:
+    """Check that a Prefect server answers at PREFECT_API_URL, and return this URL.
 
     Raises:
-        ConfigurationError: No server is named.
+        ConfigurationError: No server is named, or the URL is not that of an API.
         UnavailableError: The server does not answer.
+        DeniedError: The server wants a password.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -131,12 +134,36 @@ def connect() -> SyncPrefectClient:
             "PREFECT_API_URL=http://127.0.0.1:4200/api."
         )
     with get_client(sync_client=True) as client:
-        error = client.api_healthcheck()
+        error, kind = client.api_healthcheck(), ""
+        try:
+            if error is None:
+                kind = client.request("GET", "/admin/version").headers.get("content-type", "")
+        except PrefectHTTPStatusError as refusal:  # Prefect Cloud has no such page
+            if refusal.response.status_code in _REFUSALS:
+                raise errors.DeniedError(_describe_refusal(refusal)) from None
+    is_missing = isinstance(error, PrefectHTTPStatusError) and error.response.status_code == 404
+    if is_missing or kind.startswith("text/html"):
+        raise errors.ConfigurationError(
+            f"{_hide_password(url)} is not the API of a Prefect server, and may be its UI. Correct "
+            "PREFECT_API_URL: the URL of the API ends in /api, such as http://127.0.0.1:4200/api."
+        )
     if error is not None:
         raise errors.UnavailableError(
             f"No Prefect server answers at {_hide_password(url)} ({type(error).__name__}). Start "
             "it with `prefect server start`, or correct PREFECT_API_URL."
         )
+    return url
+
+
+def connect() -> SyncPrefectClient:
+    """Return a client of the server at PREFECT_API_URL.
+
+    Raises:
+        ConfigurationError: No server is named, or the URL is not that of an API.
+        UnavailableError: The server does not answer.
+        DeniedError: The server wants a password.
+    """
+    url = check_server()
     parts = urlsplit(url)
     has_password = parts.password or PREFECT_API_AUTH_STRING.value()
     if parts.hostname not in {"127.0.0.1", "localhost", "::1"} and not has_password:
@@ -158,7 +185,7 @@ def _hide_password(url: str) -> str:
 def _describe_refusal(error: PrefectHTTPStatusError) -> str:
     """Return a sentence for an error of the server."""
     code = error.response.status_code
-    if code in {401, 403}:
+    if code in _REFUSALS:
         return "The Prefect server wants a password: set PREFECT_API_AUTH_STRING to it."
     url = _hide_password(str(error.request.url))
     return f"The Prefect server answered {code} to {error.request.method} {url}."
@@ -178,11 +205,12 @@ def _create_objects(
     for block, name in _read_account_blocks(os.environ):
         yield (
             f"block {type(block).get_block_type_slug()}/{name}",
-            _save_block(block, name, dry_run=dry_run)[1],
+            _save_block(block, name, dry_run=dry_run, keeps_fields=True)[1],
         )
     yield from make_essentials(client, uploads, dry_run=dry_run)
-    if url := os.environ.get(_NOTIFY_VARIABLE):
-        block, outcome = _save_block(Webhook(url=SecretStr(url)), _NOTICES, dry_run=dry_run)
+    if url := _read_notify_url(os.environ):
+        webhook = Webhook(url=SecretStr(url))
+        block, outcome = _save_block(webhook, _NOTICES, dry_run=dry_run, keeps_fields=True)
         yield f"block webhook/{_NOTICES}", outcome
         saved = block._block_document_id  # noqa: SLF001 - None where a dry run has not saved it
         if saved is not None:
@@ -235,16 +263,33 @@ def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str
     yield f"block millrace-bucket/{wanted.name}", outcome
 
 
+def _read_notify_url(environ: Mapping[str, str]) -> str:
+    return check_web_url(environ.get(_NOTIFY_VARIABLE, ""), _NOTIFY_VARIABLE)
+
+
 def _read_account_blocks(environ: Mapping[str, str]) -> Iterator[tuple[Block, str]]:
-    if key := environ.get("VAST_API_KEY"):
+    if key := environ.get("VAST_API_KEY", "").strip():
         yield VastCredentials(api_key=SecretStr(key)), "vast"
-    if token := environ.get("HF_TOKEN"):
+    if token := environ.get("HF_TOKEN", "").strip():
         yield HuggingFaceCredentials(token=SecretStr(token)), "hugging-face"
 
 
-def _save_block(block: B, name: str, *, dry_run: bool) -> tuple[B, SetupOutcome]:
-    """Save a block unless the server has an equal one."""
+def _save_block(
+    block: B, name: str, *, dry_run: bool, keeps_fields: bool = False
+) -> tuple[B, SetupOutcome]:
+    """Save a block unless the server has an equal one.
+
+    Args:
+        block: Block.
+        name: Name of the block.
+        dry_run: Whether to save nothing.
+        keeps_fields: Whether fields that the environment does not name stay as they are on the
+            server, such as another address of the Hub.
+    """
     existing, faults = load_with_faults(type(block), name)
+    if existing is not None and keeps_fields:
+        given = {field: getattr(block, field) for field in block.model_fields_set}
+        block = existing.model_copy(update=given)
     if faults:
         click.echo(f"{describe_faults(type(block), name, faults)} It is replaced.", err=True)
     if existing is not None and _dump_content(existing) == _dump_content(block):

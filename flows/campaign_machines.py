@@ -31,5 +31,9 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor
     # The exit of the supervisor has released all, unless Vast.ai did not answer.
-    with tolerate(Exception, f"If a machine stays, run `millrace machine release {name}`"):
+    consequence = (
+        f"If a machine stays, run `millrace machine release {name}` with a settings file, whose "
+        "`store` is the bucket of the campaign, and whose `account` is the one that pays"
+    )
+    with tolerate(Exception, consequence):
         release_machines(*rental)

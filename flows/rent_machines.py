@@ -88,7 +88,8 @@ def describe_campaign_release(rental: str) -> Markdown:
     """Return how the machines of a campaign are released, for a report."""
     return format_markdown(
         "The campaign releases them at the end of the training, and when it fails or is "
-        "cancelled. If one stays, run {}.",
+        "cancelled. If one stays, run {} with a settings file, whose `store` is the bucket of the "
+        "campaign, and whose `account` is the one that pays.",
         format_code(f"millrace machine release {rental}"),
     )
 

@@ -1,5 +1,6 @@
 """Print the output of commands. Text from outside cannot control the terminal."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,9 @@ from millrace.formatting import replace_unprintable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+_FILE_WIDTH = 100_000  # characters of a line that no terminal breaks
 
 
 class _Output:
@@ -77,15 +81,24 @@ def echo_text(text: object, *, err: bool = False) -> None:
 
 
 def make_console(*, stderr: bool = False) -> "Console":
-    """Return a console of rich that prints brackets and colons unchanged."""
+    """Return a console of rich that prints brackets and colons unchanged.
+
+    Lines of a pipe or a file are not broken, unless COLUMNS is set.
+    """
     from rich.console import Console  # noqa: PLC0415 - commands that draw nothing start sooner
 
     stderr = stderr or _Output.is_stdout_reserved
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not (console.is_terminal or os.environ.get("COLUMNS", "").isdigit()):
+        console.width = _FILE_WIDTH
+    return console
 
 
 def make_table(*columns: str) -> "Table":
-    """Return a table of rich with cells of plain text. All columns but the first align right."""
+    """Return a table of rich with cells of plain text. All columns but the first align right.
+
+    A cell that is too long for the terminal is continued on the next line.
+    """
     from rich import box  # noqa: PLC0415 - as above
     from rich.table import Table  # noqa: PLC0415
 
@@ -95,5 +108,7 @@ def make_table(*columns: str) -> "Table":
 
     table = PlainTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(replace_unprintable(column), justify="right" if number else "left")
+        table.add_column(
+            replace_unprintable(column), justify="right" if number else "left", overflow="fold"
+        )
     return table

@@ -12,7 +12,14 @@ from prefect import State, get_client, get_run_logger
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from blocks import Bucket, HuggingFaceCredentials
 from blocks.loading import find_block
@@ -262,6 +269,12 @@ class InputLocation(BaseModel):
         default="",
         description="Prefix of the files in the bucket; only with `bucket`.",
     )
+
+    @field_validator("url", "bucket", mode="before")
+    @classmethod
+    def _drop_empty_location(cls, value: object) -> object:
+        """Take an empty field of a form for one that is not given."""
+        return None if value == "" else value
 
     @model_validator(mode="after")
     def _check_one_location(self) -> "InputLocation":

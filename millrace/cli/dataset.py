@@ -579,14 +579,12 @@ def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
     """Open the store of a settings file, URL or folder; return the store and the dataset's name."""
     from millrace.storage import open_store
 
-    if Path(target).is_dir():
-        target = Path(target).absolute().as_uri()
-    if "://" not in target:
+    if not is_store_location(target):
         config = _read_settings(Path(target), name)
         return open_store(config.store, make_folder=False), config.dataset
     if not name:
         raise errors.ConfigurationError(
-            f"{target} names no dataset. After a URL, name the dataset: URL DATASET."
+            f"{target} names no dataset. After a URL or a folder, name the dataset: URL DATASET."
         )
     return open_store(target, make_folder=False), name
 

@@ -1,6 +1,7 @@
 """``millrace machine``: rent machines of Vast.ai, and release them."""
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,7 +93,8 @@ def rent(settings: Path, *, detach: bool, yes: bool) -> CommandResult:
             echo(f"{rental_settings.name}/{one.slot} runs at {address or 'no address'}.")
         cost = rental.cost
     if running:
-        release_command = f"millrace machine release {rental_settings.name} {settings}"
+        quoted = shlex.quote(str(settings))
+        release_command = f"millrace machine release {rental_settings.name} {quoted}"
         echo(f"The machines have cost about ${cost:.2f}; release them with `{release_command}`.")
     else:
         echo(
@@ -128,6 +130,9 @@ def list_machines(settings: Path) -> CommandResult:
 @print_result
 def release(settings: Path, rental: str) -> CommandResult:
     r"""Release all machines of a rental, and check that the provider lists none of them.
+
+    Of FILE, only `store` and `account` are read: the store of the ledger of rentals, such as the
+    bucket of a campaign, and the account that pays.
 
     \b
     Example: millrace machine release wiki rent.yaml

@@ -250,6 +250,16 @@ def test_a_job_whose_newest_checkpoint_cannot_be_read_is_listed_with_the_others(
     assert f"{store.url}/one/checkpoints/step_000000001/metadata.json" in shown
 
 
+def test_a_long_name_in_a_table_is_shown_in_full(run, tmp_path, monkeypatch):
+    url, job = tmp_path.as_uri(), f"team/{'-'.join(['a-long-name'] * 12)}"
+    save_steps(url, job, 1)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert f" {job} " in run("checkpoint", "list", url)  # in a pipe, on one line
+    monkeypatch.setenv("COLUMNS", "60")
+    _, rows = re.split(r"─ *\n", run("checkpoint", "list", url))
+    assert "".join(line.split()[0] for line in rows.splitlines() if line.strip()) == job
+
+
 def test_a_url_without_jobs_is_a_sentence_and_that_of_a_job_says_what_to_write(run, tmp_path):
     url = (tmp_path / "bucket").as_uri()
     put(open_store(url), "notes/a.txt", b"")
@@ -627,6 +637,7 @@ def test_a_prefix_is_another_dataset(run, settings):
     [
         (("run", "none.yaml"), 2, "millrace init"),
         (("verify", "file:///nowhere-at-all"), 2, "name the dataset"),
+        (("verify", "no-folder", "words"), 1, "There is no folder"),
         (("status", "ftp://x"), 2, "names no store"),
         (("run", "job.yaml", "--prefix", "../up"), 2, "letters, digits"),
         (("run", "job.yaml", "--prefix", ""), 2, "--prefix is empty"),

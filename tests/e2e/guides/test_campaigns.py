@@ -94,7 +94,7 @@ def saved_blocks(hub: HubServer, store: Path) -> Iterator[None]:
     blocks = {
         "dataset": Bucket(role=BucketRole.DATASET, url=store.as_uri()),
         "vast": VastCredentials(api_key=SecretStr("not used"), server_url="http://127.0.0.1:9"),
-        "hub": HuggingFaceCredentials(token=SecretStr(WRITER), endpoint=hub.endpoint),
+        "hugging-face": HuggingFaceCredentials(token=SecretStr(WRITER), endpoint=hub.endpoint),
     }
     for name, block in blocks.items():
         block.save(name, overwrite=True)

@@ -97,6 +97,22 @@ def test_a_block_without_credentials_uses_the_environment_only_if_it_says_so(url
     assert spec.options == {}
 
 
+def test_a_block_may_name_the_store_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_BACKEND", "s3")
+    monkeypatch.setenv("CHECKPOINT_BUCKET", "s3://bucket")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    block = Bucket(role=BucketRole.DATASET, url="env://words")
+    with pytest.raises(ConfigurationError, match="switch on `use_environment`"):
+        block.make_spec("read")
+    block.use_environment = True
+    spec = block.make_spec("read")
+    assert (spec.url, spec.credentials and spec.credentials.access_key_id) == (
+        "s3://bucket/words",
+        "id",
+    )
+
+
 def test_a_block_whose_key_pairs_were_deleted_does_not_use_the_environment(
     prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """The commands that rent machines, as a person types them."""
 
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,6 +77,16 @@ def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastSe
     assert "the program has ended.\nWould be released: 1 machine. Stay: 0." in said
     assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
     assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
+    assert vast.list_alive() == []
+
+
+def test_the_printed_command_releases_machines_of_a_file_with_a_space_in_its_name(
+    run: Run, vast: VastServer, tmp_path: Path
+) -> None:
+    (tmp_path / "rent.yaml").rename(tmp_path / "my machines.yaml")
+    said = run("machine", "rent", "my machines.yaml", "--detach", "--yes")
+    (command,) = re.findall(r"release them with `millrace (.*)`\.", said)
+    assert "Released: 1 machine of fleet" in run(*shlex.split(command))
     assert vast.list_alive() == []
 
 

@@ -21,7 +21,9 @@ _ORPHANS = (
     rf"shards/[a-z]+/[a-z]+/{_ROWS}\.[a-z]+|quarantine/{_ROWS}\.jsonl"
     r"|partitions/([0-9]{5,}/[0-9]{19}\.json|[^/]+\.jsonl?)|transforms/[0-9a-f]{64}\.(py|json)"
 )
-_DATASET_FILES = re.compile(rf"commits/[a-z]+-[0-9]{{5,}}/([0-9]{{6,}}|end)\.json|{_INDEX}|{_ORPHANS}")
+_DATASET_FILES = re.compile(
+    rf"commits/[a-z]+-[0-9]{{5,}}/([0-9]{{6,}}|end)\.json|{_INDEX}|{_ORPHANS}"
+)
 DATASET_FOLDERS = {"shards", "commits", "partitions", "quarantine", "transforms", "lease"}
 JOB_FOLDERS = DATASET_FOLDERS | {"checkpoints"}
 RESERVED_FOLDERS = JOB_FOLDERS | {"gathers", "epochs"}

@@ -164,3 +164,23 @@ def test_an_account_is_32_hexadecimal_digits() -> None:
     given = {**variables(BucketRole.DATASET), "R2_DATASET_ACCOUNT_ID": "my-account"}
     with pytest.raises(ConfigurationError, match="R2_DATASET_ACCOUNT_ID is no R2 account"):
         read_buckets(given, [BucketRole.DATASET], RIGHTS)
+
+
+def test_a_bucket_list_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "buckets.json"
+    path.write_bytes(b"[\xff]")
+    with pytest.raises(ConfigurationError, match="not UTF-8"):
+        dataset(str(path))
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "minio", "https://", "http:// minio"])
+def test_an_endpoint_without_its_scheme_is_refused(endpoint: str) -> None:
+    given = {**variables(BucketRole.DATASET), "R2_ENDPOINT": endpoint}
+    with pytest.raises(ConfigurationError, match="R2_ENDPOINT is no URL: it begins with https://"):
+        read_buckets(given, [BucketRole.DATASET], RIGHTS)
+
+
+def test_white_space_around_an_endpoint_is_no_part_of_it() -> None:
+    given = {**variables(BucketRole.DATASET), "R2_ENDPOINT": "http://127.0.0.1:9000\r"}
+    (found,) = read_buckets(given, [BucketRole.DATASET], RIGHTS)
+    assert found.make_block(found.key_pairs).make_spec("read").endpoint == "http://127.0.0.1:9000"

@@ -1,14 +1,22 @@
 """Changes of `millrace setup` to a block that is on the server already."""
 
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from prefect.blocks.core import Block
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_aws import AwsCredentials
+from pydantic import SecretStr
 
-from blocks import Bucket, BucketRole, setup
+from blocks import Bucket, BucketRole, HuggingFaceCredentials, VastCredentials, setup
 from blocks.environment import BUCKET_LIST_VARIABLE, BucketSettings, read_buckets
 from blocks.setup import SetupOutcome
+from millrace.cli import main
 from millrace.errors import ConfigurationError
 from millrace.storage import Right
 from tests.unit.blocks.test_environment import ACCOUNT, OTHER, PAIR, RIGHTS, variables
@@ -30,7 +38,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Saved:
         assert overwrite
         blocks[type(block), name] = block
 
-    for kind in (Bucket, AwsCredentials):
+    for kind in (Bucket, AwsCredentials, HuggingFaceCredentials):
         monkeypatch.setattr(kind, "load", classmethod(load))
         monkeypatch.setattr(kind, "save", save)
     return blocks
@@ -148,3 +156,94 @@ def test_the_check_is_below_the_prefix_of_the_block(
     saved[Bucket, "dataset"] = get_bucket(saved).model_copy(update={"url": url})
     setup._check_credentials(read_dataset(), [Right.READ])
     assert checked == [(url, Right.READ)]
+
+
+def test_a_webhook_without_its_scheme_is_refused_before_anything_is_made() -> None:
+    """An automation would call it in vain, and nobody would hear of a failure."""
+    environment = {"MILLRACE_NOTIFY_URL": "hooks.example.com/services/a-secret"}
+    done = CliRunner().invoke(main, ["setup", "--without-buckets"], env=environment)
+    assert done.exit_code == 2
+    assert "MILLRACE_NOTIFY_URL is no URL: it begins with https:// or http://." in done.output
+    assert "a-secret" not in done.output
+
+
+def test_white_space_around_a_key_is_no_part_of_it() -> None:
+    """As a .env file leaves it whose lines end in carriage returns, too."""
+    ((block, name),) = setup._read_account_blocks({"VAST_API_KEY": "a key\r", "HF_TOKEN": "\r"})
+    assert name == "vast"
+    assert isinstance(block, VastCredentials)
+    assert block.api_key.get_secret_value() == "a key"
+
+
+@pytest.mark.parametrize("command", ["setup", "deploy"])
+def test_ctrl_c_ends_a_command_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("read_buckets", "check_server"):
+        monkeypatch.setattr(setup, name, interrupt)
+    done = CliRunner().invoke(main, [command])
+    assert (done.exit_code, "Stopped. Run it again" in done.output) == (130, True)
+
+
+def test_setup_keeps_the_fields_of_an_account_that_the_environment_does_not_name(
+    saved: Saved,
+) -> None:
+    hub = HuggingFaceCredentials(token=SecretStr("old"), endpoint="https://hub.example.com")
+    saved[HuggingFaceCredentials, "hugging-face"] = hub
+    ((wanted, name),) = setup._read_account_blocks({"HF_TOKEN": "new"})
+    _, outcome = setup._save_block(wanted, name, dry_run=False, keeps_fields=True)
+    found = saved[HuggingFaceCredentials, "hugging-face"]
+    assert isinstance(found, HuggingFaceCredentials)
+    assert (found.token.get_secret_value(), found.endpoint) == ("new", "https://hub.example.com")
+    assert outcome is SetupOutcome.UPDATED
+    again = setup._save_block(wanted, name, dry_run=False, keeps_fields=True)[1]
+    assert again is SetupOutcome.UNCHANGED
+
+
+class _OtherServer(BaseHTTPRequestHandler):
+    """A server whose answer is the first part of the path: `/404/api/health` answers 404."""
+
+    def do_GET(self) -> None:
+        code = int(self.path.split("/")[1])
+        self.send_response(200 if code in {401, 403} and self.path.endswith("/health") else code)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """Return the URL of a web server that is no Prefect server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ("200", 2, "is not the API of a Prefect server, and may be its UI"),
+        ("404", 2, "is not the API of a Prefect server, and may be its UI"),
+        ("401", 1, "The Prefect server wants a password: set PREFECT_API_AUTH_STRING"),
+        ("", 1, "No Prefect server answers at http://127.0.0.1:9"),
+    ],
+)
+@pytest.mark.parametrize("command", ["setup --without-buckets", "deploy", "campaign run PLAN"])
+def test_a_wrong_address_of_the_server_is_a_sentence(
+    other_server: str, tmp_path: Path, command: str, answer: str, code: int, said: str
+) -> None:
+    plan = tmp_path / "campaign.yaml"
+    plan.write_text(f"name: small\nbucket: {tmp_path.as_uri()}\n")
+    words = command.replace("PLAN", str(plan)).split()
+    url = f"{other_server}/{answer}" if answer else "http://127.0.0.1:9"
+    with temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        done = CliRunner().invoke(main, words)
+    assert (done.exit_code, said in done.output) == (code, True), done.output

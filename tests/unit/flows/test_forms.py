@@ -29,7 +29,7 @@ from millrace.rentals import MachineSettings, OfferRequest
 from millrace.swarm import LimitSettings
 from millrace.testing.process import REPOSITORY
 from tasks.forms import ADVANCED, list_models
-from tasks.locations import SourceInput
+from tasks.locations import InputLocation, SourceInput, WeightsInput
 
 DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
 FLOWS: dict[str, "Flow[..., Any]"] = {
@@ -233,6 +233,17 @@ def test_an_empty_text_of_a_form_is_no_value() -> None:
     assert empty == FilesRequest(url="/x")
     with pytest.raises(ValidationError, match="job"):
         CheckpointInput(url="/x", job="")
+
+
+@pytest.mark.parametrize(
+    "model", [InputLocation, FilesRequest, SourceInput, WeightsInput, CheckpointInput]
+)
+def test_an_emptied_url_leaves_the_choice_to_the_bucket(model: type[InputLocation]) -> None:
+    given = {"job": "my-job"} if model is CheckpointInput else {}
+    assert model.model_validate({**given, "url": "", "bucket": "dataset"}).location == "dataset"
+    assert model.model_validate({**given, "url": "/x", "bucket": ""}).location == "/x"
+    with pytest.raises(ValidationError, match="name either a url or a bucket"):
+        model.model_validate({**given, "url": "", "bucket": ""})
 
 
 def test_mirrors_of_a_source_are_folded_and_read_from_there() -> None:
