@@ -2,7 +2,7 @@
 
 Both stores are listed. An object that is at the destination with the same bytes is skipped, so a
 killed copy continues where it was. Another object with the same key is a conflict, and stays. The
-metadata of checkpoints is copied after all other objects.
+metadata of checkpoints is copied after all other objects, unless a file of it could not be copied.
 
 The store copies by itself if the credentials of the destination may read the source. Otherwise the
 bytes go through this process, and the attributes of the object (its type, and the metadata of its
@@ -17,7 +17,7 @@ machines that are rented with the source.
 
 import queue
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,9 +29,12 @@ from millrace.cleanup.object_copier import ObjectCopier
 from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
 from millrace.cleanup.usage import ObjectFilter
-from millrace.keys.checkpoints import is_metadata_key
+from millrace.keys.checkpoints import CheckpointKeys, is_metadata_key, parse_part_digest
+from millrace.keys.kinds import classify_key
 from millrace.keys.rentals import is_installation_key
 from millrace.progress import Progress, ignore_event
+from millrace.records import fetch
+from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import (
     Backend,
     Location,
@@ -71,7 +74,7 @@ def copy_objects(
     more: an object that is written between this request and the copy is replaced.
 
     The metadata of checkpoints comes last, so that readers of the destination find only complete
-    ones.
+    ones. It is a failure, and not copied, if one of its files was not copied, or differs there.
 
     Memory: that of a page of each listing, of 20 parts of at most 64 MiB, and of 16 objects of at
     most 32 MiB, and the names of the metadata. The listing of a folder has no order, so a folder's
@@ -187,7 +190,7 @@ def _copy_pairs(
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="copy") as pool:
         try:
             copy_all(select_others())
-            copy_all(metadata)
+            copy_all(collector.select_complete(source, metadata, overwrite=overwrite))
             collector.check_end()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -209,6 +212,7 @@ class _OutcomeCollector:
         self._result = result
         self._done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
         self._unavailable: list[errors.UnavailableError] = []  # since the last copied object
+        self._bad_parts: set[str] = set()  # files of checkpoints
 
     def add(self, stat: Stat, copying: Future[CopyOutcome]) -> None:
         """Add an object that is done. Threads may call this."""
@@ -234,6 +238,18 @@ class _OutcomeCollector:
             count += 1
             self._take_one(stat, copying)
 
+    def select_complete(
+        self, source: Store, metadata: Iterable[_Pair], *, overwrite: bool
+    ) -> Iterator[_Pair]:
+        """Yield the metadata of checkpoints without a bad file. The others are failures."""
+        for stat, there in metadata:
+            bad = _find_bad_part(source, stat.key, self._bad_parts)
+            if bad and (there is None or overwrite):
+                reason = f"Its file {bad} was not copied, or differs there: copy both again."
+                self._result.add_failure(stat.key, reason)
+            else:
+                yield stat, there
+
     def check_end(self) -> None:
         """Check that a store has answered for an object, if any did not have an answer.
 
@@ -247,6 +263,8 @@ class _OutcomeCollector:
         try:
             outcome = copying.result()
             self._result.add(stat, outcome)
+            if outcome is CopyOutcome.CONFLICT:
+                self._note_bad_part(stat.key)
             if outcome is CopyOutcome.COPIED:  # others may have needed no request
                 self._unavailable.clear()
         except errors.NoSpaceError:
@@ -254,13 +272,40 @@ class _OutcomeCollector:
         except errors.DeniedError as error:
             if not any(self._result.objects.values()):
                 raise
-            self._result.add_failure(stat.key, errors.format_error(error))
+            self._add_failure(stat.key, error)
         except errors.MillraceError as error:
             if isinstance(error, errors.UnavailableError):
                 self._unavailable.append(error)
             if len(self._unavailable) >= _MAX_UNAVAILABLE:
                 raise
-            self._result.add_failure(stat.key, errors.format_error(error))
+            self._add_failure(stat.key, error)
+
+    def _add_failure(self, key: str, error: errors.MillraceError) -> None:
+        self._result.add_failure(key, errors.format_error(error))
+        self._note_bad_part(key)
+
+    def _note_bad_part(self, key: str) -> None:
+        if parse_part_digest(key):
+            self._bad_parts.add(key)
+
+
+def _find_bad_part(source: Store, key: str, bad_parts: Set[str]) -> str:
+    """Return a bad file that the metadata of a checkpoint names; empty if it names none.
+
+    Metadata that cannot be read is copied as it is.
+    """
+    classified = classify_key(key)
+    if classified is None or not bad_parts:
+        return ""
+    keys = CheckpointKeys(classified.scope)
+    if not any(one.startswith(keys.prefix) for one in bad_parts):
+        return ""
+    try:
+        found = fetch(source, key, Checkpoint)
+    except errors.MillraceError:
+        return ""
+    named = (keys.make_part_key(part.step, part.digest) for part in found.parts)
+    return next((one for one in named if one in bad_parts), "")
 
 
 def _refuse_overlap(source: Store, destination: Store) -> None:

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from millrace.checkpoints import (
+    Saver,
+    SaveSettings,
+    iterate_checkpoints,
+    read_checkpoint,
+    verify,
+)
 from millrace.cleanup import (
     CopyOutcome,
     abort_uploads,
@@ -85,6 +93,35 @@ def test_the_metadata_of_checkpoints_is_copied_after_all_files(
     copy_objects(store, open_store(target.as_uri()))
     assert missing == [set(), set()]
     assert list_files(target) == list_files(source)
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "other bytes"])
+def test_a_checkpoint_stays_incomplete_until_all_of_its_files_are_copied(
+    source: Path, target: Path, obstacle: str
+) -> None:
+    keys = CheckpointKeys("job")
+    with Saver(open_store(source.as_uri()), "job", SaveSettings(part_bytes=4096)) as saver:
+        for step in (1, 2):
+            saver.save({"w": torch.full((2000,), step)}, step=step).result()
+    part = read_checkpoint(open_store(source.as_uri()), "job", 2).parts[0]
+    place = target / keys.make_part_key(2, part.digest)
+    place.parent.mkdir(parents=True)
+    if obstacle == "folder":
+        place.mkdir()
+    else:
+        place.write_bytes(b"x" * part.size)
+    for options in (("--dry-run",), ()):
+        code, shown = copy(source, target, *options)
+        assert code == 1
+        assert (
+            f"{keys.make_metadata_key(2)}: Its file {keys.make_part_key(2, part.digest)}" in shown
+        )
+    there = open_store(target.as_uri())
+    assert [one.step for one in iterate_checkpoints(there, "job")] == [1]
+    if obstacle == "folder":
+        place.rmdir()
+    assert copy(source, target, "--overwrite", "--yes")[0] == 0
+    assert [verify(there, one) for one in iterate_checkpoints(there, "job")] == [{}, {}]
 
 
 def test_partial_files_of_named_objects_fail_no_copy(source: Path, target: Path) -> None:
