@@ -127,7 +127,8 @@ class StoreDestination:
         upload.note_files((part[1], key) for part, key in parts if part is not None)
         upload.start(0, 1)
         try:
-            ended.wait()
+            if not upload.is_complete:  # without files, it is complete at once
+                ended.wait()
         finally:
             upload.stop()
         if upload.error is not None:

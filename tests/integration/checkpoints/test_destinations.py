@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from millrace.checkpoints import (
 )
 from millrace.checkpoints.destinations import copy_and_measure
 from millrace.checkpoints.destinations.hub import HubDestination, HubSpec, matches_bytes
+from millrace.checkpoints.find import commit_checkpoint, compute_root
 from millrace.checkpoints.progress_events import CheckpointSaved, PartStored
 from millrace.cli import main
 from millrace.hub import client as hub_client
@@ -241,6 +242,21 @@ def test_damage_of_the_source_is_not_brought_along(place: Place, source: Source)
     with pytest.raises(errors.CorruptError):
         copy_checkpoint(source.here, saved, place.there, JOB)
     assert not list(place.there.iterate_checkpoints(JOB))
+
+
+def test_a_checkpoint_without_files_is_copied(tmp_path: Path) -> None:
+    """No saver makes one, but another program may have written its metadata."""
+    made = Checkpoint(
+        job=JOB, step=1, run="", position={}, notes={}, saved=datetime(2026, 1, 1, tzinfo=UTC),
+        root=compute_root((), {}), parts=(), tensors={},
+    )  # fmt: skip
+    source, there = (
+        StoreDestination(open_store((tmp_path / name).as_uri())) for name in ("a", "b")
+    )
+    commit_checkpoint(source.store, made)
+    copied = copy_checkpoint(source, source.read_checkpoint(JOB, 1), there, JOB)
+    assert there.read_checkpoint(JOB, 1) == copied
+    assert copied.parts == ()
 
 
 def test_a_place_that_is_ready_is_left_as_it_was(place: Place) -> None:
