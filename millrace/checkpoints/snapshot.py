@@ -231,7 +231,7 @@ class SnapshotBuffers:
             ConfigurationError: A file could not be loaded.
         """
         count = min(count, len(files))
-        largest = max(layout.size for layout in files)
+        largest = max((layout.size for layout in files), default=0)  # of a rank without a share
         kept = [buffer for buffer in self._buffers if len(buffer) >= largest][:count]
         self._buffers = kept + [shards.allocate(largest) for _ in range(count - len(kept))]
         for layout in files:

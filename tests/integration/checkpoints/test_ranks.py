@@ -104,6 +104,22 @@ def test_what_all_have_is_saved_once_and_what_each_has_alone_by_each(store):
     assert load(store, "job", rank=9).own == {}
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ranks_without_anything_to_save_complete_the_checkpoint(folder, in_place):
+    """Save as replicas of a whole model, of which the first rank saves everything."""
+
+    def save_replica(rank: int) -> None:
+        with Saver(folder, "job", SMALL, ranks=Ranks(rank, 3, "a")) as saver:
+            for step in (1, 2):
+                state = {"w": torch.full((2000,), float(step))}
+                saver.save(state, step=step, in_place=in_place).result()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save_replica, range(3)))
+    assert load(folder, "job", step=1).state["w"].tolist() == [1.0] * 2000
+    assert load(folder, "job").state["w"].tolist() == [2.0] * 2000
+
+
 def test_ranks_that_have_other_layers_save_them_all(store):
     """Save as the stages of a pipeline: tensors of other ranks have no content here."""
     stages = [torch.full((1500,), float(n)) for n in range(3)]
