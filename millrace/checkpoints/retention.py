@@ -6,8 +6,9 @@ checkpoint is verified, or if metadata or the end of an epoch cannot be read, no
 """
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -194,8 +195,8 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
 class BackgroundRetention:
     """Retention of a job's checkpoints in another thread, after each save.
 
-    Failures are logged, and the next retention tries again. Until a retention ends, no save may
-    commit, since it may find a checkpoint of its step that is about to be removed.
+    Failures are logged, and the next retention tries again. Saves go on meanwhile. Only a save of a
+    step whose objects are being removed waits, since it may find a checkpoint that goes.
 
     Args:
         store: Store of the job.
@@ -207,6 +208,9 @@ class BackgroundRetention:
         self._store, self._job, self._rules = store, job, rules
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._last: Future[None] | None = None
+        self._lock = threading.Lock()  # of the attributes below
+        self._saved = self._saving = -1  # steps; -1 for none
+        self._removing: Set[int] = frozenset()
 
     def start(self, step: int) -> None:
         """Begin to remove the checkpoints that no rule keeps.
@@ -214,12 +218,22 @@ class BackgroundRetention:
         Args:
             step: Step that was just saved. It stays, even if later steps are there already.
         """
-        with suppress(RuntimeError):  # the interpreter ends: the next process removes them
-            self._last = self._pool.submit(self._retain, step)
-
-    def wait(self) -> None:
-        """Wait until the last retention has ended."""
+        with self._lock:
+            self._saved = step
         if self._last is not None:
+            self._last.cancel()  # unless it has begun: this one removes as much
+        with suppress(RuntimeError):  # the interpreter ends: the next process removes them
+            self._last = self._pool.submit(self._retain)
+
+    def protect(self, step: int) -> None:
+        """Keep the objects of a step that is being saved.
+
+        If objects of the step are being removed, wait until the last retention has ended.
+        """
+        with self._lock:
+            self._saving = step
+            is_going = step in self._removing
+        if is_going and self._last is not None:
             wait([self._last])
 
     def close(self) -> None:
@@ -228,26 +242,46 @@ class BackgroundRetention:
 
     # -- in the other thread
 
-    def _retain(self, step: int) -> None:
+    def _retain(self) -> None:
         try:
-            self._remove(step)
+            self._remove()
         except Exception as error:  # noqa: BLE001 - a retention fails no save
             _log.warning(
                 "Old checkpoints of %s could not be removed: %s The next save tries again.",
                 self._store.make_url(self._job),
                 errors.format_error(error),
             )
+        finally:
+            with self._lock:
+                self._removing = frozenset()
 
-    def _remove(self, step: int) -> None:
+    def _plan(self) -> RetentionPlan:
+        """Plan the removal, and note its steps. The step that is being saved is none of them."""
+        also: dict[int, str] = {}
+        while True:
+            also |= self._list_own_steps()
+            # The saver has verified the files of its own checkpoint, which stays: sizes are enough.
+            plan = plan_retention(
+                self._store, self._job, self._rules, check=VerifyDepth.SIZES, also=also
+            )
+            with self._lock:
+                # Another save may have begun meanwhile. If its step is complete already, a new plan
+                # keeps its files in the folders of other steps.
+                if {self._saved, self._saving}.isdisjoint(plan.removed):
+                    steps = [_find_step(removal.key) for removal in plan.removals]
+                    pairs = zip(steps, plan.removals, strict=True)
+                    removals = tuple(one for step, one in pairs if step != self._saving)
+                    self._removing = {*plan.removed, *steps} - {self._saving}
+                    return replace(plan, removals=removals)
+
+    def _list_own_steps(self) -> dict[int, str]:
+        """Return the steps that are being saved or were just saved, with the reasons."""
+        with self._lock:
+            return {self._saving: "it is being saved", self._saved: "it was just saved"}
+
+    def _remove(self) -> None:
         url = self._store.make_url(self._job)
-        # The saver has verified the files of its own checkpoint, which stays: sizes are enough.
-        plan = plan_retention(
-            self._store,
-            self._job,
-            self._rules,
-            check=VerifyDepth.SIZES,
-            also={step: "it was just saved"},
-        )
+        plan = self._plan()
         if plan.blocked:
             _log.warning("No old checkpoint of %s was removed: %s.", url, plan.blocked)
         if not plan.removals:
@@ -329,6 +363,12 @@ def apply_youngest_time(stat: Stat, youngest: Mapping[int, datetime]) -> Stat:
     classified = classify_key(stat.key)
     when = youngest.get(classified.number, stat.last_modified) if classified else stat.last_modified
     return replace(stat, last_modified=when)
+
+
+def _find_step(key: str) -> int:
+    """Return the step of an object of a checkpoint; -1 for other objects."""
+    classified = classify_key(key)
+    return classified.number if classified else -1
 
 
 _UNREADABLE_PIN = "it has a pin that cannot be read"

@@ -306,7 +306,7 @@ class Saver:
             uploads=self._settings.uploads,
         )
         if self._retention is not None:
-            self._retention.wait()  # it may remove files of this step, or find the step complete
+            self._retention.protect(step)  # or this save may find a checkpoint that goes
         restore(parts)
         share = RankShare(
             job=self._keys.job,

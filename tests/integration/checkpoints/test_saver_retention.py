@@ -76,27 +76,46 @@ def test_a_saver_keeps_the_checkpoints_of_its_rules_and_no_other_object(store):
 
 
 def test_a_trainer_goes_on_while_old_checkpoints_are_removed(folder, monkeypatch):
-    release = threading.Event()
+    release, waits = threading.Event(), list[bool]()
 
     def wait_and_apply(store: Store, plan: RetentionPlan) -> DeletionResult:
-        assert release.wait(60)
+        waits.append(release.wait(20))
         return apply_retention(store, plan)
 
     monkeypatch.setattr(retention, "apply_retention", wait_and_apply)
     with Saver(folder, KEYS.job, SMALL, retention=LAST) as saver:
-        for step in (1, 2):
+        for step in (1, 2, 3, 4):
             begin(saver, step).result()
-        last = begin(saver, 3)
-        assert list_kept(folder) == [1, 2]
+        assert list_kept(folder) == [1, 2, 3, 4]
+        assert waits == []
         release.set()
-        last.result()
-    assert list_kept(folder) == [3]
+    assert list_kept(folder) == [4]
+
+
+def test_a_retention_keeps_a_checkpoint_that_is_saved_while_it_plans(folder, monkeypatch):
+    release, planning = threading.Event(), threading.Event()
+
+    def wait_and_plan(*arguments: Any, **options: Any) -> RetentionPlan:
+        planning.set()
+        assert release.wait(60)
+        return plan_retention(*arguments, **options)
+
+    save(folder, 100, 200, 300)
+    monkeypatch.setattr(retention, "plan_retention", wait_and_plan)
+    with Saver(folder, KEYS.job, SMALL, retention=LAST) as saver:
+        begin(saver, 7).result()
+        assert planning.wait(60)
+        begin(saver, 8).result()
+        release.set()
+    assert list_kept(folder) == [8, 300]
 
 
 def test_a_step_that_is_saved_again_during_its_removal_is_saved(folder, monkeypatch):
-    release, stored, order = threading.Event(), threading.Event(), list[str]()
+    begun, release, stored = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
 
     def wait_and_apply(store: Store, plan: RetentionPlan) -> DeletionResult:
+        begun.set()
         assert release.wait(60)
         done = apply_retention(store, plan)
         order.append(f"removed {plan.removed}")
@@ -115,6 +134,7 @@ def test_a_step_that_is_saved_again_during_its_removal_is_saved(folder, monkeypa
     monkeypatch.setattr(saving, "commit_checkpoint", commit)
     with Saver(folder, KEYS.job, SMALL, retention=LAST, progress=hear) as saver:
         begin(saver, 2).result()
+        assert begun.wait(60)
         stored.clear()
         again = begin(saver, 1)
         assert stored.wait(60)
