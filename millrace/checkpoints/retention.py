@@ -183,7 +183,7 @@ def apply_retention(store: Store, plan: RetentionPlan) -> DeletionResult:
     done = delete_planned(
         store,
         [removal for removal in plan.removals if removal.key in deletable],
-        check=_NewCheckpointCheck(store, keys, metadata),
+        check=NewCheckpointCheck(store, keys, metadata),
         # Files stay while their metadata may exist.
         find_phase=lambda one: DeletionPhase(plan.job, 0 if one.key in metadata else 1),
     )
@@ -305,10 +305,10 @@ class BackgroundRetention:
         )
 
 
-class _NewCheckpointCheck:
+class NewCheckpointCheck:
     """Check that keeps the files of a checkpoint that was committed since the plan.
 
-    Before each batch, the metadata of its steps is read again.
+    Before each batch, the metadata of the steps of its files is read again.
 
     Args:
         store: Store of the job.
@@ -316,7 +316,7 @@ class _NewCheckpointCheck:
         metadata: Keys of the metadata to remove.
     """
 
-    def __init__(self, store: Store, keys: CheckpointKeys, metadata: Collection[str]) -> None:
+    def __init__(self, store: Store, keys: CheckpointKeys, metadata: Collection[str] = ()) -> None:
         self._store, self._keys, self._metadata = store, keys, metadata
         self._named: dict[int, set[str] | None] = {}
 
@@ -324,7 +324,7 @@ class _NewCheckpointCheck:
         """Forget the metadata, so that the next check reads it again."""
         self._named.clear()
 
-    def __call__(self, planned: Removal, /) -> str:
+    def __call__(self, planned: PlannedObject, /) -> str:
         """Return the reason to keep an object; empty if it can be deleted."""
         classified = classify_key(planned.key)
         if classified is None or planned.key in self._metadata:

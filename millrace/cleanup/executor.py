@@ -13,11 +13,13 @@ import orjson
 
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
+from millrace.checkpoints.retention import NewCheckpointCheck
 from millrace.cleanup.planner import Planner
 from millrace.cleanup.plans import PlanEntry, PlanTally, WorkerJunk, open_plan
 from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
 from millrace.cleanup.rules import CleanupSettings
 from millrace.deletion import DeletionCheck, DeletionPhase, DeletionResult, delete_planned
+from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.cleanup import make_cleaning_outcome_key
 from millrace.keys.kinds import ClassifiedKey, ObjectKind, classify_key
 from millrace.progress import Progress, ignore_event
@@ -153,9 +155,12 @@ class _FreshnessCheck:
         self._has_survey = False
         self._phase: DeletionPhase | None = None
         self._explain_unit: Callable[[str], str] = lambda _: ""
+        self._new_checkpoints: NewCheckpointCheck | None = None
 
     def refresh_leases(self) -> None:
         self._planner.protection.refresh_leases()
+        if self._new_checkpoints is not None:
+            self._new_checkpoints.refresh_leases()
 
     def __call__(self, entry: PlanEntry) -> str:
         classified = classify_key(entry.key)
@@ -172,14 +177,17 @@ class _FreshnessCheck:
             return self._planner.explain_object_protection(entry.key, classified)
         if phase != self._phase:
             # Checked before each phase: a new checkpoint may name the files.
-            self._phase = phase
+            self._phase, self._new_checkpoints = phase, None
             make_check = (
                 self._make_job_check
                 if classified.kind is ObjectKind.CHECKPOINT
                 else self._make_dataset_check
             )
             self._explain_unit = make_check(classified.scope, entry.phase)
-        return self._explain_use(classified, entry.phase) or self._explain_unit(entry.key)
+        reason = self._explain_use(classified, entry.phase) or self._explain_unit(entry.key)
+        if not reason and self._new_checkpoints is not None:
+            reason = self._new_checkpoints(entry)
+        return reason
 
     def _explain_use(self, classified: ClassifiedKey, phase: int) -> str:
         """Return who uses the checkpoint or dataset of an object; empty if nobody does."""
@@ -205,6 +213,9 @@ class _FreshnessCheck:
             if phase
             else self._planner.checkpoints.list_deletable_keys(job)
         )
+        if phase:  # a step may be saved again between two batches of its files
+            store = self._planner.checkpoints.store
+            self._new_checkpoints = NewCheckpointCheck(store, CheckpointKeys(job))
         present = self._planner.checkpoints.list_keys(job)
         # Missing objects were deleted by an earlier execution of this plan.
         return lambda key: (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from pydantic import ValidationError
 
@@ -20,6 +21,7 @@ from millrace.campaigns import (
     commit_training,
     hold_campaign_lease,
 )
+from millrace.checkpoints import Saver, SaveSettings, read_checkpoint, verify
 from millrace.cleanup import (
     CleanupBucketPreset,
     CleanupKind,
@@ -244,6 +246,28 @@ def test_a_new_checkpoint_that_names_an_old_file_keeps_it(place):
     done = execute(config_of(place, rule), plan.name)
     assert (done.deleted_objects, done.skipped) == (0, {"a checkpoint or a run needs it by now": 1})
     assert stray in keys_of(place)
+
+
+def test_files_of_a_step_that_is_saved_again_between_two_batches_stay(folder, monkeypatch):
+    monkeypatch.setattr(deletion, "_BATCH", 2)
+    monkeypatch.setattr(deletion, "_MAX_BATCHES", 1)
+
+    def save(step: int) -> None:
+        with Saver(folder.store, "job", SaveSettings(part_bytes=1024)) as saver:
+            saver.save({"w": torch.full((1000,), step)}, step=step).result()
+
+    def save_again(event: Event) -> None:
+        assert isinstance(event, ObjectsDeleted)
+        if event.objects == 3:  # the metadata, and two files
+            save(1)
+
+    save(1)
+    save(2)
+    rule = Rule(kinds=(CleanupKind.CHECKPOINTS,), older_than=NOW)
+    plan = make_plan(config_of(folder, rule))
+    done = execute(config_of(folder, rule), plan.name, progress=save_again)
+    assert verify(folder.store, read_checkpoint(folder.store, "job", 1)) == {}
+    assert (done.deleted_objects, sum(done.skipped.values())) == (3, plan.objects - 3)
 
 
 def test_a_dataset_goes_whole_its_manifest_first_and_its_plan_last(place):
