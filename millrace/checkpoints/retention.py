@@ -26,7 +26,7 @@ from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.kinds import classify_key
 from millrace.records import commit_once, iterate_records, list_numbers, read_records
 from millrace.schemas.checkpoint import Checkpoint, Pin
-from millrace.storage import Stat, Store, delete_one, list_objects
+from millrace.storage import Stat, Store, delete_one, exists, list_objects
 
 _log = logging.getLogger(__name__)
 _CONCURRENCY = 32  # records
@@ -80,9 +80,18 @@ def pin(store: Store, job: str, step: int, reason: str) -> Pin:
     Raises:
         NotFoundError: There is no checkpoint of this step.
     """
+    keys = CheckpointKeys(job)
     read_checkpoint(store, job, step)
     made = Pin(job=job, step=step, reason=reason)
-    return commit_once(store, CheckpointKeys(job).make_pin_key(step), made).record
+    pinned = commit_once(store, keys.make_pin_key(step), made).record
+    if not exists(store, keys.make_metadata_key(step)):
+        with suppress(errors.DeniedError):
+            unpin(store, job, step)
+        raise errors.NotFoundError(
+            f"{store.make_url(keys.make_metadata_key(step))} was removed before it was pinned: pin "
+            "another step."
+        )
+    return pinned
 
 
 def unpin(store: Store, job: str, step: int) -> None:

@@ -26,6 +26,7 @@ from millrace.checkpoints import (
     pin,
     plan_retention,
     read_checkpoint,
+    retention,
     saving,
     unpin,
     verify,
@@ -37,7 +38,7 @@ from millrace.deletion import PlannedObject
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.progress import Event
 from millrace.records import Commit, commit_once
-from millrace.schemas.checkpoint import Checkpoint, EpochRecord
+from millrace.schemas.checkpoint import Checkpoint, EpochRecord, Pin
 from millrace.storage import Store, StoreSpec, create, delete, list_objects, open_store, put, read
 
 KEYS = CheckpointKeys("job")
@@ -171,6 +172,19 @@ def test_if_none_is_verified_none_goes(store):
     for found in iterate_checkpoints(store, KEYS.job):
         put(store, KEYS.make_part_key(found.step, found.parts[0].digest), b"damaged")
     assert plan_retention(store, KEYS.job, NOW).removals == ()
+
+
+def test_a_step_that_is_removed_while_it_is_pinned_is_not_called_pinned(store, monkeypatch):
+    save(store, [1, 2])
+
+    def remove_and_commit(where: Store, key: str, record: Pin) -> Commit[Pin]:
+        apply_retention(store, plan_retention(store, KEYS.job, NOW))
+        return commit_once(where, key, record)
+
+    monkeypatch.setattr(retention, "commit_once", remove_and_commit)
+    with pytest.raises(errors.NotFoundError, match="was removed before it was pinned"):
+        pin(store, KEYS.job, 1, "the baseline")
+    assert there(store) == [2]
 
 
 def test_files_that_a_kept_one_refers_to_stay(store):
