@@ -16,12 +16,12 @@ from millrace.checkpoints import (
     VerifyDepth,
     destinations,
     find_jobs,
-    iterate_checkpoints,
     open_destination,
     survey,
     verify,
 )
 from millrace.checkpoints.destinations import CopiedCheckpoint
+from millrace.checkpoints.find import is_removed
 from millrace.storage import StoreSpec, open_store
 from tasks.formatting import (
     format_count,
@@ -80,8 +80,8 @@ def verify_job(spec: StoreSpec, job: str, depth: VerifyDepth) -> list[Checkpoint
             found.append(CheckpointVerification(job, step, 0, 0, (str(checkpoint),)))
             continue
         faults = verify(store, checkpoint, check=depth)
-        if faults and all(there.step != step for there in iterate_checkpoints(store, job)):
-            continue  # retention has removed the checkpoint meanwhile
+        if faults and is_removed(store, checkpoint):
+            continue
         files, whole = len(checkpoint.parts), checkpoint.size
         found.append(CheckpointVerification(job, step, files, whole, tuple(faults.values())))
     at_fault = sum(bool(seen.faults) for seen in found)

@@ -22,6 +22,7 @@ from millrace.storage import (
     create,
     delete,
     describe_difference,
+    exists,
     list_folders,
     list_objects,
     read,
@@ -297,6 +298,17 @@ def verify_parts(
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         found = zip(parts, pool.map(check_part, parts), strict=True)
         return {part.digest: damage for part, damage in found if damage}
+
+
+def is_removed(store: Store, checkpoint: Checkpoint) -> bool:
+    """Decide whether retention has removed a checkpoint since its metadata was read.
+
+    One request if its metadata is there. A reader that moves a damaged checkpoint away leaves a
+    record.
+    """
+    keys = CheckpointKeys(checkpoint.job)
+    moved = keys.make_quarantine_key(checkpoint.step, checkpoint.root)
+    return not any(exists(store, key) for key in (keys.make_metadata_key(checkpoint.step), moved))
 
 
 def find_missing_parts(store: Store, job: str, parts: Collection[Part]) -> list[Part]:

@@ -116,6 +116,7 @@ def _explain_no_job(store: "Store") -> str:
 def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
     from millrace.checkpoints import VerifyDepth, list_steps, read_pins, survey
     from millrace.checkpoints import verify as verify_checkpoint
+    from millrace.checkpoints.find import is_removed
     from millrace.storage import open_store
 
     store = open_store(url, make_folder=False)
@@ -137,6 +138,8 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             table.add_row(str(step), "", "", "", "", "unreadable", *note)
             continue
         damage = verify_checkpoint(store, found, check=depth)
+        if damage and is_removed(store, found):
+            continue
         faults += damage.values()
         state = "damaged" if damage else "verified" if with_digests else "all files there"
         files, saved = len(found.parts), f"{found.saved:%Y-%m-%d %H:%M}"

@@ -1,6 +1,7 @@
 """Retention: what may go goes, and what somebody may need never does."""
 
 import gc
+import json
 import os
 import time
 import tracemalloc
@@ -19,12 +20,15 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     StoreDestination,
+    VerifyDepth,
     apply_retention,
     copy_checkpoint,
+    find,
     find_newest_verified,
     load,
     pin,
     plan_retention,
+    quarantine,
     read_checkpoint,
     retention,
     saving,
@@ -452,6 +456,32 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     code, said = millrace("checkpoint", "list", "other")
     assert code == 1
     assert "has no checkpoint" in said
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.parametrize("by", ["retention", "a reader"])
+def test_the_commands_call_no_checkpoint_damaged_that_retention_removes_meanwhile(
+    tmp_path, monkeypatch, command, by
+):
+    store = open_store(StoreSpec(url=tmp_path.as_uri()))
+    save(store, [1, 2])
+
+    def remove_and_verify(where: Store, found: Checkpoint, **options: VerifyDepth) -> object:
+        if found.step == 1 and by == "retention":
+            apply_retention(store, plan_retention(store, KEYS.job, NOW))
+        if found.step == 1 and by == "a reader":
+            put(store, KEYS.make_part_key(1, found.parts[0].digest), b"damaged")
+            assert quarantine(store, found, verify(store, found))
+        return verify(where, found, **options)
+
+    monkeypatch.setattr(find, "verify", remove_and_verify)
+    done = CliRunner().invoke(main, ["checkpoint", command, tmp_path.as_uri(), "job", "--json"])
+    shown = json.loads(done.stdout)
+    states = {row["step"]: row["state"] for row in shown}
+    if by == "retention":
+        assert (done.exit_code, states.keys()) == (0, {2}), done.output
+    else:
+        assert (done.exit_code, states[1]) == (1, "damaged"), done.output
 
 
 @settings(max_examples=25, deadline=None)
