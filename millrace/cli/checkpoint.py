@@ -153,14 +153,18 @@ def _survey(url: str, job: str, *, with_digests: bool) -> CommandResult:
             }
         )  # fmt: skip
     if not rows:
-        raise errors.NotFoundError(
-            f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` "
-            "shows the jobs that have some."
-        )
+        raise _make_missing_error(store, job)
     make_console().print(table)
     for fault in faults:
         echo(fault)
     return CommandResult(rows, 1 if faults else 0)
+
+
+def _make_missing_error(store: "Store", job: str) -> errors.NotFoundError:
+    return errors.NotFoundError(
+        f"{store.make_url(job)} has no checkpoint. `millrace checkpoint list {store.url}` shows "
+        "the jobs that have some."
+    )
 
 
 @checkpoint.command()
@@ -287,6 +291,8 @@ def retain(
 
     store = open_store(url, make_folder=False)
     plan = plan_retention(store, job, RetentionSettings(last=last, every=every))
+    if not plan.kept and not plan.removals:
+        raise _make_missing_error(store, job)
     for step, reason in sorted(plan.kept.items(), reverse=True):
         echo(f"step {step} stays: {reason}")
     for step in reversed(plan.removed):

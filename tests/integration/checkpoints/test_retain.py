@@ -453,9 +453,10 @@ def test_the_commands_list_verify_and_retain(tmp_path):
     assert code == 1
     assert "damaged" in said
     assert "the digest differs" in said
-    code, said = millrace("checkpoint", "list", "other")
-    assert code == 1
-    assert "has no checkpoint" in said
+    for words in (("list", "other"), ("retain", "other", "--yes")):
+        code, said = millrace("checkpoint", *words)
+        assert code == 1
+        assert "has no checkpoint" in said
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
