@@ -79,8 +79,15 @@ def pin(store: Store, job: str, step: int, reason: str) -> Pin:
 
     Raises:
         NotFoundError: There is no checkpoint of this step.
+        ConfigurationError: The reason is no text that UTF-8 can hold.
     """
     keys = CheckpointKeys(job)
+    try:
+        reason.encode()
+    except UnicodeEncodeError:
+        raise errors.ConfigurationError(
+            f"The reason {reason!a} of a pin has bytes that are no UTF-8: write another one."
+        ) from None
     read_checkpoint(store, job, step)
     made = Pin(job=job, step=step, reason=reason)
     pinned = commit_once(store, keys.make_pin_key(step), made).record

@@ -270,6 +270,8 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run, tmp_path):
     assert shown == "Step 1 of job is pinned: the paper's model\n"
     again = run("checkpoint", "pin", url, "job", "1")
     assert again == shown
+    refused = run("checkpoint", "pin", url, "job", "2", "--reason", "\udcff", code=2)
+    assert "has bytes that are no UTF-8" in refused
     put(open_store(url), CheckpointKeys("job").make_pin_key(2), b"junk")
     shown = CliRunner().invoke(main, ["checkpoint", "list", url, "job", "--json"])
     assert {row["step"]: row["pin"] for row in json.loads(shown.stdout)} == {
