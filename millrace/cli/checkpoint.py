@@ -344,9 +344,18 @@ def unpin(url: str, job: str, step: int) -> CommandResult:
     Example: millrace checkpoint unpin r2://ACCOUNT/BUCKET my-job 1000
     """
     from millrace.checkpoints import unpin as unpin_checkpoint
-    from millrace.storage import open_store
+    from millrace.keys.checkpoints import CheckpointKeys
+    from millrace.storage import exists, open_store
 
-    unpin_checkpoint(open_store(url, make_folder=False), job, step)
+    store, keys = open_store(url, make_folder=False), CheckpointKeys(job)
+    if not any(
+        exists(store, key) for key in (keys.make_pin_key(step), keys.make_metadata_key(step))
+    ):
+        raise errors.NotFoundError(
+            f"{store.make_url(keys.make_folder_prefix(step))} has neither a pin nor a checkpoint: "
+            "correct the job or the step."
+        )
+    unpin_checkpoint(store, job, step)
     echo(f"Step {step} of {job} has no pin.")
     return CommandResult({"job": job, "step": step})
 

@@ -284,6 +284,8 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run, tmp_path):
     assert "Step 1 of job has no pin." in run("checkpoint", "unpin", url, "job", "1")
     assert "step 1 goes" in run(*retain)
     assert "metadata.json" in run("checkpoint", "pin", url, "job", "1", code=1)
+    for job in ("job", "jobb"):
+        assert "neither a pin nor a checkpoint" in run("checkpoint", "unpin", url, job, "1", code=1)
 
 
 def test_votes_of_an_epoch_that_cannot_end_are_cleared(run, tmp_path):
