@@ -174,7 +174,10 @@ def commit_checkpoint(store: Store, made: Checkpoint) -> Commit[Checkpoint]:
     key = CheckpointKeys(made.job).make_metadata_key(made.step)
     sealed = add_digest(made)
     try:
-        commit = commit_once(store, key, sealed)
+        try:
+            commit = commit_once(store, key, sealed)
+        except errors.ExistsError:  # another process has removed that metadata meanwhile
+            commit = commit_once(store, key, sealed)
         if not commit.mine:
             there = check_metadata(store.make_url(key), commit.record, made.job, made.step)
             replaceable = is_replaceable(store, there, made.root)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import deletion, errors
+from millrace import deletion, errors, records
 from millrace.checkpoints import (
     RetentionSettings,
     Saver,
@@ -242,6 +242,25 @@ def test_files_of_a_step_that_is_saved_again_during_the_removal_stay(store, monk
     assert batches[0] == [KEYS.make_metadata_key(step) for step in (1, 2)]
     assert done.skipped == {"a rule or a checkpoint needs it by now": 5}
     assert kept(store) == there(store) == [1, 3]
+    assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
+
+
+def test_a_step_that_is_removed_during_its_commit_is_committed(store, monkeypatch):
+    save(store, [1, 2])
+    there_were: list[str] = []
+
+    def create_and_remove(where: Store, key: str, body: bytes) -> None:
+        try:
+            create(where, key, body)
+        except errors.ExistsError:
+            there_were.append(key)
+            apply_retention(store, plan_retention(store, KEYS.job, NOW))
+            raise
+
+    monkeypatch.setattr(records, "create", create_and_remove)
+    save(store, [1])
+    assert there_were == [KEYS.make_metadata_key(1)]
+    assert kept(store) == [1, 2]
     assert all(verify(store, found) == {} for found in iterate_checkpoints(store, KEYS.job))
 
 
