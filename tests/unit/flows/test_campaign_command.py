@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 import flows.campaign
-from flows import campaign_command
+from flows import campaign_command, local_server
 from millrace.cli import main
 from millrace.errors import UnavailableError
 from tests.support.flows.campaigns import make_local_workers, make_plan_settings
@@ -25,6 +25,8 @@ def test_the_command_waits_for_a_server_as_long_as_a_deployment(
         raise UnavailableError("enough")
 
     monkeypatch.setattr(flows.campaign, "run_campaign", run_campaign)
+    # The server answers when the command begins, and not later.
+    monkeypatch.setattr(local_server, "check_server", PREFECT_API_URL.value)
     monkeypatch.setattr(campaign_command, "interrupt_on_signal", lambda _: None)
     monkeypatch.setattr(campaign_command, "_find_console_handlers", list)
     plan = tmp_path / "campaign.yaml"  # JSON is YAML
