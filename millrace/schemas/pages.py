@@ -1,12 +1,28 @@
 """Records of the pages of parquet files, for loaders."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from millrace.digest import OwnDigest
 from millrace.records import Record, RecordPart
 from millrace.schemas.dataset import ObjectKey
+
+_MAX_GROUPS = 1 << 20  # row groups of a file: readers hold a number for each
+_MAX_ROWS = (1 << 31) - 1  # of a row group
+
+
+def _check_row_groups(runs: tuple[int, ...]) -> tuple[int, ...]:
+    """Return runs of row groups that a reader can expand in memory.
+
+    Raises:
+        ValueError: The runs are those of no file.
+    """
+    rows, counts = runs[::2], runs[1::2]
+    is_possible = len(rows) == len(counts) and min(runs, default=0) >= 0
+    if not is_possible or max(rows, default=0) > _MAX_ROWS or sum(counts) > _MAX_GROUPS:
+        raise ValueError("no file has these row groups")
+    return runs
 
 
 class IndexedFile(RecordPart):
@@ -25,7 +41,7 @@ class IndexedFile(RecordPart):
     path: str
     size: int = Field(ge=0)
     etag: str
-    row_groups: tuple[int, ...]
+    row_groups: Annotated[tuple[int, ...], AfterValidator(_check_row_groups)]
     start: int = Field(ge=0)
     end: int = Field(ge=0)
 

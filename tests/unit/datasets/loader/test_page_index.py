@@ -296,3 +296,19 @@ def test_what_cannot_be_indexed_is_a_sentence(act, kind, text, folder: Path) -> 
     with pytest.raises(kind, match=text):
         act(folder)
     assert np.all([not path.name.endswith("json") for path in folder.rglob("*")])
+
+
+@pytest.mark.parametrize("runs", [[1, 1 << 40], [1], [1, 2, 3], [-1, 4], [4, -1], [1 << 31, 1]])
+def test_an_index_with_row_groups_of_no_file_is_left_out(
+    runs: list[int], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The owner of the files may have written any numbers, such as of a terabyte of memory."""
+    expected = read_all(PageLoader(str(folder), cache_bytes=1 << 20))
+    index_pages(str(folder))
+    (path,) = (folder / "_pages").glob("*.json")
+    record = json.loads(path.read_bytes())
+    record["record"]["files"][0]["row_groups"] = runs
+    path.write_text(json.dumps(record))
+    with caplog.at_level(logging.WARNING):
+        assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
+    assert "index of the pages is not used" in caplog.text
