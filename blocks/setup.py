@@ -40,6 +40,7 @@ from millrace import errors
 from millrace.storage import Right
 
 _DEFAULT_SLOTS = 32
+_REFUSALS = {401, 403}  # status of an answer to a client without the password
 _HEARTBEAT_INTERVAL = timedelta(seconds=30)
 _ZOMBIES = "millrace-zombies"
 _NOTICES = "millrace-notices"
@@ -118,12 +119,13 @@ def report_errors() -> Generator[None]:
         raise click.ClickException(_describe_refusal(error)) from None
 
 
-def connect() -> SyncPrefectClient:
-    """Return a client of the server at PREFECT_API_URL.
+def check_server() -> str:
+    """Check that a Prefect server answers at PREFECT_API_URL, and return this URL.
 
     Raises:
-        ConfigurationError: No server is named.
+        ConfigurationError: No server is named, or the URL is not that of an API.
         UnavailableError: The server does not answer.
+        DeniedError: The server wants a password.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -132,12 +134,36 @@ def connect() -> SyncPrefectClient:
             "PREFECT_API_URL=http://127.0.0.1:4200/api."
         )
     with get_client(sync_client=True) as client:
-        error = client.api_healthcheck()
+        error, kind = client.api_healthcheck(), ""
+        try:
+            if error is None:
+                kind = client.request("GET", "/admin/version").headers.get("content-type", "")
+        except PrefectHTTPStatusError as refusal:  # Prefect Cloud has no such page
+            if refusal.response.status_code in _REFUSALS:
+                raise errors.DeniedError(_describe_refusal(refusal)) from None
+    is_missing = isinstance(error, PrefectHTTPStatusError) and error.response.status_code == 404
+    if is_missing or kind.startswith("text/html"):
+        raise errors.ConfigurationError(
+            f"{_hide_password(url)} is not the API of a Prefect server, and may be its UI. Correct "
+            "PREFECT_API_URL: the URL of the API ends in /api, such as http://127.0.0.1:4200/api."
+        )
     if error is not None:
         raise errors.UnavailableError(
             f"No Prefect server answers at {_hide_password(url)} ({type(error).__name__}). Start "
             "it with `prefect server start`, or correct PREFECT_API_URL."
         )
+    return url
+
+
+def connect() -> SyncPrefectClient:
+    """Return a client of the server at PREFECT_API_URL.
+
+    Raises:
+        ConfigurationError: No server is named, or the URL is not that of an API.
+        UnavailableError: The server does not answer.
+        DeniedError: The server wants a password.
+    """
+    url = check_server()
     parts = urlsplit(url)
     has_password = parts.password or PREFECT_API_AUTH_STRING.value()
     if parts.hostname not in {"127.0.0.1", "localhost", "::1"} and not has_password:
@@ -159,7 +185,7 @@ def _hide_password(url: str) -> str:
 def _describe_refusal(error: PrefectHTTPStatusError) -> str:
     """Return a sentence for an error of the server."""
     code = error.response.status_code
-    if code in {401, 403}:
+    if code in _REFUSALS:
         return "The Prefect server wants a password: set PREFECT_API_AUTH_STRING to it."
     url = _hide_password(str(error.request.url))
     return f"The Prefect server answered {code} to {error.request.method} {url}."

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
+from blocks.setup import check_server
 from millrace.errors import UnavailableError
 
 _START_TIMEOUT = 300.0  # seconds: a busy machine imports the server for more than a minute
@@ -40,9 +41,11 @@ def start_local_server() -> Generator[None]:
     its end to it, and is given up after 20 seconds.
 
     Raises:
-        UnavailableError: The server does not start.
+        UnavailableError: The server does not start, or the configured one does not answer.
+        ConfigurationError, DeniedError: The configured one is none, or wants a password.
     """
     if PREFECT_API_URL.value():
+        check_server()
         yield
         return
     with socket.socket() as free:

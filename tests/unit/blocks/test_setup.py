@@ -1,10 +1,15 @@
 """Changes of `millrace setup` to a block that is on the server already."""
 
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from prefect.blocks.core import Block
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_aws import AwsCredentials
 from pydantic import SecretStr
 
@@ -183,3 +188,49 @@ def test_setup_keeps_the_fields_of_an_account_that_the_environment_does_not_name
     assert outcome is SetupOutcome.UPDATED
     again = setup._save_block(wanted, name, dry_run=False, keeps_fields=True)[1]
     assert again is SetupOutcome.UNCHANGED
+
+
+class _OtherServer(BaseHTTPRequestHandler):
+    """A server whose answer is the first part of the path: `/404/api/health` answers 404."""
+
+    def do_GET(self) -> None:
+        code = int(self.path.split("/")[1])
+        self.send_response(200 if code in {401, 403} and self.path.endswith("/health") else code)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """Return the URL of a web server that is no Prefect server."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ("200", 2, "is not the API of a Prefect server, and may be its UI"),
+        ("404", 2, "is not the API of a Prefect server, and may be its UI"),
+        ("401", 1, "The Prefect server wants a password: set PREFECT_API_AUTH_STRING"),
+        ("", 1, "No Prefect server answers at http://127.0.0.1:9"),
+    ],
+)
+@pytest.mark.parametrize("command", ["setup --without-buckets", "deploy", "campaign run PLAN"])
+def test_a_wrong_address_of_the_server_is_a_sentence(
+    other_server: str, tmp_path: Path, command: str, answer: str, code: int, said: str
+) -> None:
+    plan = tmp_path / "campaign.yaml"
+    plan.write_text(f"name: small\nbucket: {tmp_path.as_uri()}\n")
+    words = command.replace("PLAN", str(plan)).split()
+    url = f"{other_server}/{answer}" if answer else "http://127.0.0.1:9"
+    with temporary_settings({PREFECT_API_URL: f"{url}/api"}):
+        done = CliRunner().invoke(main, words)
+    assert (done.exit_code, said in done.output) == (code, True), done.output

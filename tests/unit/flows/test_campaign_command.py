@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 import flows.campaign
-from flows import campaign_command
+from flows import campaign_command, local_server
 from millrace.cli import main
 from millrace.errors import UnavailableError
 from tests.support.flows.campaigns import make_local_workers, make_plan_settings
@@ -27,6 +27,7 @@ def test_the_command_waits_for_a_server_as_long_as_a_deployment(
     monkeypatch.setattr(flows.campaign, "run_campaign", run_campaign)
     monkeypatch.setattr(campaign_command, "interrupt_on_signal", lambda _: None)
     monkeypatch.setattr(campaign_command, "_find_console_handlers", list)
+    monkeypatch.setattr(local_server, "check_server", str)  # there is none at this URL
     plan = tmp_path / "campaign.yaml"  # JSON is YAML
     plan.write_text(
         json.dumps(make_plan_settings("small", tmp_path.as_uri(), tmp_path, make_local_workers()))
