@@ -59,10 +59,7 @@ def deploy_flows() -> None:
                 if wanted.get("schedules"):
                     _give_slugs(client, found)
             changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
-            is_complete = _deploy_all(
-                project,
-                lambda name: changes.extend(_restore_parameters(client, name, matched)),
-            )
+            is_complete = _deploy_and_restore(client, project, matched, changes)
     if not is_complete:
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
     for line in changes:
@@ -179,8 +176,41 @@ def merge_parameters(
     return merged, lines
 
 
+def _deploy_and_restore(
+    client: SyncPrefectClient,
+    project: dict[str, Any],
+    existing: Mapping[UUID, DeploymentResponse],
+    changes: list[str],
+) -> bool:
+    """Deploy the flows, and restore the parameters that Prefect has removed, also after a Ctrl-C.
+
+    Args:
+        client: Client of the server.
+        project: Content of prefect.yaml, as it is to be deployed.
+        existing: Deployments as they were before, by their ids.
+        changes: List that gets a line for each change.
+
+    Returns:
+        Whether Prefect has deployed all.
+    """
+
+    def finish(name: str) -> None:
+        after = client.read_deployment_by_name(name)
+        if after.id in existing:
+            changes.extend(_restore_parameters(client, existing[after.id], after))
+
+    is_complete = False
+    try:
+        is_complete = _deploy_all(project, finish)
+    finally:
+        if not is_complete:  # Prefect may have made some that it has not named
+            for before in existing.values():
+                _restore_parameters(client, before, client.read_deployment(before.id))
+    return is_complete
+
+
 def _restore_parameters(
-    client: SyncPrefectClient, name: str, existing: Mapping[UUID, DeploymentResponse]
+    client: SyncPrefectClient, before: DeploymentResponse, after: DeploymentResponse
 ) -> list[str]:
     """Restore the parameters that prefect.yaml does not name, and that Prefect has removed.
 
@@ -188,16 +218,13 @@ def _restore_parameters(
 
     Args:
         client: Client of the server.
-        name: Name of the deployment's flow and of the deployment, with a slash between them.
-        existing: Deployments as they were before, by their ids.
+        before: Deployment before Prefect has deployed it.
+        after: The same deployment now.
 
     Returns:
         A line for each change.
     """
-    after = client.read_deployment_by_name(name)
-    if after.id not in existing:
-        return []
-    merged, lines = merge_parameters(existing[after.id], after)
+    merged, lines = merge_parameters(before, after)
     if merged != after.parameters:
         try:
             client.update_deployment(after.id, DeploymentUpdate(parameters=merged))
@@ -260,11 +287,16 @@ def _deploy_all(project: dict[str, Any], finish: Callable[[str], None]) -> bool:
             command, env=wide, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                shown.append(line)
-                if found := _DEPLOYED.search(line):
-                    finish(found[1])
-                    click.echo(f"{found[1]}: deployed")
+            try:
+                for line in process.stdout:
+                    shown.append(line)
+                    if found := _DEPLOYED.search(line):
+                        finish(found[1])
+                        click.echo(f"{found[1]}: deployed")
+            except BaseException:  # such as a Ctrl-C: nothing more is deployed
+                process.terminate()
+                process.wait()
+                raise
     if process.returncode:
         click.echo("".join(shown))
     return not process.returncode

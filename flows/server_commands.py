@@ -5,6 +5,7 @@
 
 import click
 
+from millrace.cli.common import handle_errors
 from millrace.storage import Right
 
 _ROLES = ("gradients", "dataset", "aggregator")  # of `blocks.BucketRole`, which imports prefect
@@ -35,6 +36,7 @@ _ROLES = ("gradients", "dataset", "aggregator")  # of `blocks.BucketRole`, which
 )
 @click.option("--check", is_flag=True, help="Check the rights of the credentials.")
 @click.option("--dry-run", is_flag=True, help="Show the changes, and change nothing.")
+@handle_errors
 def setup(
     *,
     roles: tuple[str, ...],
@@ -73,6 +75,7 @@ def setup(
 
 
 @click.command()
+@handle_errors
 def deploy() -> None:
     """Deploy all flows of prefect.yaml to the Prefect server at PREFECT_API_URL.
 

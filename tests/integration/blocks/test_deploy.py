@@ -1,5 +1,6 @@
 """`millrace deploy`, on a real server."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from millrace.testing.process import REPOSITORY
-from tests.prefect_server import PrefectServer
+from tests.prefect_server import PrefectServer, wait_until
 
 DEPLOY = [sys.executable, "-c", "from flows.server_commands import deploy; deploy()"]
 
@@ -122,3 +123,38 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         assert (kept.schedule.cron, kept.active, kept.parameters) == ("*/5 * * * *", True, own)
         client.delete_deployment(first.id)
         client.delete_block_document(account)
+
+
+def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    """Prefect is ahead of the command, which is stopped before it has read the second name."""
+    project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
+    (wanted,) = (one for one in project["deployments"] if one["name"] == "verify-datasets")
+    names = [f"verify-{uuid4().hex[:8]}" for _ in range(2)]
+    project["deployments"] = [wanted | {"name": name} for name in names]
+    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
+    assert deploy(prefect_api, tmp_path).returncode == 0
+    own = {"bucket": "dataset", "depth": "digests"}
+    with prefect_api.make_client() as client:
+        ids = [client.read_deployment_by_name(f"verify-datasets/{name}").id for name in names]
+        for each in ids:
+            client.update_deployment(each, DeploymentUpdate(parameters=own))
+        command = subprocess.Popen(
+            DEPLOY, cwd=tmp_path, env=prefect_api.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert command.stdout is not None
+        next(line for line in command.stdout if line.endswith(": deployed\n"))  # the first one
+        command.send_signal(signal.SIGSTOP)
+        wait_until(
+            lambda: "depth" not in client.read_deployment(ids[1]).parameters, "the second one"
+        )
+        command.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGCONT)
+        _, said = command.communicate(timeout=60)
+        assert command.returncode == 130, said
+        assert "Stopped. Run it again" in said
+        assert [client.read_deployment(each).parameters for each in ids] == [own, own]
+        for each in ids:
+            client.delete_deployment(each)

@@ -175,6 +175,19 @@ def test_white_space_around_a_key_is_no_part_of_it() -> None:
     assert block.api_key.get_secret_value() == "a key"
 
 
+@pytest.mark.parametrize("command", ["setup", "deploy"])
+def test_ctrl_c_ends_a_command_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("read_buckets", "check_server"):
+        monkeypatch.setattr(setup, name, interrupt)
+    done = CliRunner().invoke(main, [command])
+    assert (done.exit_code, "Stopped. Run it again" in done.output) == (130, True)
+
+
 def test_setup_keeps_the_fields_of_an_account_that_the_environment_does_not_name(
     saved: Saved,
 ) -> None:
