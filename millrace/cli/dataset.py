@@ -693,11 +693,11 @@ def _show_run(report: "ShardReport") -> None:
             f"{report.manifest_url}. This run made 0 shards."
         )
         return
-    rate = report.new_bytes / report.seconds / 1e6
+    rate = format_size(report.new_bytes / report.seconds)
     echo(f"{report.url}: {contents}, from {format_count(report.partitions, 'partition')}.")
     echo(
         f"This run made {format_count(report.new_shards, 'shard')}, "
-        f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate:.0f} MB/s)."
+        f"{format_size(report.new_bytes)} in {report.seconds:.1f} s ({rate}/s)."
     )
     for location, size in report.served.items():
         echo(f"Read {format_size(size)} from {location}.")

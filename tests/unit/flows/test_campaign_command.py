@@ -29,7 +29,6 @@ def test_the_command_waits_for_a_server_as_long_as_a_deployment(
     monkeypatch.setattr(local_server, "check_server", PREFECT_API_URL.value)
     monkeypatch.setattr(campaign_command, "interrupt_on_signal", lambda _: None)
     monkeypatch.setattr(campaign_command, "_find_console_handlers", list)
-    monkeypatch.setattr(local_server, "check_server", str)  # there is none at this URL
     plan = tmp_path / "campaign.yaml"  # JSON is YAML
     plan.write_text(
         json.dumps(make_plan_settings("small", tmp_path.as_uri(), tmp_path, make_local_workers()))
