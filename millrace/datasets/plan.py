@@ -130,6 +130,11 @@ def make_plan(
                 dict(transforms.objects), cast("dict[str, bytes]", partitioned.objects)
             ),
         )
+    # The stored plan has sorted keys. Runs that read it must make the same of a sample as this one:
+    # functions get the fields, and reasons name the first fault, in the order of the columns.
+    sorted_settings = _sort_keys(partitioned.record.settings)
+    record = partitioned.record.model_copy(update={"settings": sorted_settings})
+    partitioned = replace(partitioned, record=record)
     plan = DatasetPlan(
         dataset=keys.dataset,
         source=partitioned.record,
@@ -521,6 +526,14 @@ def _make_changed_error(
         f"{format_count(present.files, 'file')} of {present.size} now). "
         "Restore the source, or shard it under another dataset name."
     )
+
+
+def _sort_keys(value: Any) -> Any:
+    """Return a value of JSON whose objects have sorted keys."""
+    if isinstance(value, dict):
+        members = cast("dict[str, Any]", value)
+        return {name: _sort_keys(members[name]) for name in sorted(members)}
+    return [*map(_sort_keys, cast("list[Any]", value))] if isinstance(value, list) else value
 
 
 def _drop_transforms(settings: dict[str, Any]) -> dict[str, Any]:

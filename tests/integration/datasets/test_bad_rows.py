@@ -14,8 +14,10 @@ from millrace import PipelineSettings, errors, shard_dataset
 from millrace.dataset_ledger import iterate_commits
 from millrace.datasets import plan_dataset
 from millrace.datasets.loader import ShardLoader
+from millrace.datasets.progress_events import ShardUploaded
 from millrace.datasets.sources import arrow_rows
 from millrace.keys.datasets import DatasetKeys
+from millrace.progress import Event
 from millrace.storage import list_objects, open_store, read
 
 
@@ -370,3 +372,43 @@ def test_a_plan_names_the_version_of_the_code_that_reads_tables(tmp_path, name, 
     body = encode_table(pa.table({"url": ["x"]})) if name == "a.parquet" else b"url\nx\n"
     plan = plan_dataset(make_settings(tmp_path, {name: body}, source))
     assert ("table" in plan.layout.writer) == is_table
+
+
+class StoppedByTestError(Exception):
+    """Stop of a run before a commit."""
+
+
+ORDERED = """
+def clean(sample):
+    return {"txt": "|".join(map(str, sample.values()))}
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("has_function", [False, True])
+def test_the_order_of_the_columns_is_that_of_the_run_that_continues(tmp_path, kind, has_function):
+    rows = [{"t": "a", "n": "1"}, {"t": None, "n": None}, {"t": "b", "n": "2"}]
+    bodies = {
+        "jsonl": encode_lines(*rows),
+        "csv": b"t,n\na,1\nb,2\n",
+        "parquet": encode_table(pa.Table.from_pylist(rows)),
+    }
+    steps: list[dict[str, Any]] = []
+    if has_function:
+        (tmp_path / "clean.py").write_text(ORDERED)
+        steps = [{"kind": "function", "function": f"{tmp_path}/clean.py:clean"}]
+    settings = make_settings(
+        tmp_path,
+        {f"a.{kind}": bodies[kind]},
+        {"kind": kind, "columns": {"txt": "t", "cls": "n"}},
+        transforms=steps,
+    )
+
+    def stop(event: Event) -> None:
+        if isinstance(event, ShardUploaded):
+            raise StoppedByTestError
+
+    with pytest.raises(StoppedByTestError):
+        shard_dataset(settings, progress=stop)
+    report = shard_dataset(settings)
+    assert (report.samples, report.manifest.quarantined) == (2, kind != "csv")
