@@ -213,7 +213,7 @@ def _iterate_rows(
 class _TableBytes:
     """Files of a source that are one table in memory, whatever its path."""
 
-    is_local = False
+    is_local = True  # so that its path may be any, such as ./m.parquet or a URL
     unseekable: Set[str] = frozenset()
     url = "memory"
 

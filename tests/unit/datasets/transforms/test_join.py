@@ -101,6 +101,14 @@ def test_a_table_of_parquet_gives_the_fields_of_a_parquet_source():
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["./m.parquet", "../m.parquet", "/data/m.parquet", "s3://b/m.parquet"]
+)
+def test_a_table_of_parquet_may_have_any_location(name):
+    row = join(make_sample(), make_parquet(file_name=["cats/1.jpg"], label=[1]), name)
+    assert row.fields["json"] == b'{"file_name":"cats/1.jpg","label":1}'
+
+
 @pytest.mark.parametrize("columns", [None, {"txt": "caption"}])
 def test_a_table_that_is_larger_than_the_memory_for_it_is_refused(monkeypatch, columns):
     monkeypatch.setattr(join_module, "_MAX_HELD_BYTES", 40)
