@@ -10,7 +10,7 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -33,6 +33,7 @@ from millrace.datasets.progress_events import (
     ShardUploaded,
 )
 from millrace.datasets.sample import BadRow, Row, RowBatch
+from millrace.datasets.sources.base import BatchSource, Source
 from millrace.datasets.stall_watch import RowNotes
 from millrace.datasets.transforms import TransformedSource
 from millrace.datasets.transforms.base import IMPURE_FUNCTION
@@ -46,6 +47,7 @@ from millrace.schemas.dataset import (
     PartitionEnd,
     ShardCommit,
     ShardLayout,
+    SourceRange,
     count_source_rows,
     encode_sample_offsets,
 )
@@ -106,6 +108,7 @@ def shard_partition(
         check_plan_digest([end], plan_digest)
         progress(PartitionEnded.describe(end))
         return end
+    source = _note_source_rows(source, notes)
     while True:
         last = _read_last_commit(store, keys, partition.name)
         check_plan_digest([last] if last else [], plan_digest)
@@ -245,6 +248,35 @@ class _PartitionWriter:
 
     def _start_next_commit(self) -> None:
         self._pending = self._uploader.upload(self._pending)
+
+
+class _NotedSource:
+    """Source whose rows are noted one by one, since its reader may take many of them at once.
+
+    A row is noted when the next one is asked for, so the last note is about the row before.
+    """
+
+    def __init__(self, source: Source, notes: RowNotes) -> None:
+        self._source, self._notes = source, notes
+
+    def iterate_rows(self, source_range: SourceRange, cursor: int) -> Iterator[Row]:
+        """Yield the rows of a source range from a cursor on."""
+        for row in self._source.iterate_rows(source_range, cursor):
+            name = _get_name(row)
+            held = [row]
+            del row  # a large row is not held while the next is read
+            yield held.pop()
+            self._notes.note_row(name)
+
+
+def _note_source_rows(source: TransformedSource, notes: RowNotes) -> TransformedSource:
+    """Return a source whose rows are noted as they are read, unless it reads them in batches."""
+
+    def wrap(inner: Source) -> Source:
+        is_batched = isinstance(inner, BatchSource) and not source.has_transforms
+        return inner if is_batched else _NotedSource(inner, notes)
+
+    return source.wrap_source(wrap)
 
 
 def _get_name(row: Row | RowBatch) -> str:

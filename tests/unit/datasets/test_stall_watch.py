@@ -1,8 +1,22 @@
 """Notes about rows, and the watch of them."""
 
 import os
+import secrets
+from collections.abc import Sequence
 
+import pytest
+
+from millrace.datasets.partition import shard_partition
+from millrace.datasets.sample import Row, Sample
+from millrace.datasets.sources import SourceSettings, open_files, open_source, partition_source
+from millrace.datasets.sources.base import Division
 from millrace.datasets.stall_watch import STALL_TIMEOUT, RowNotes, Stall, StallWatch
+from millrace.datasets.transforms import TransformChain, TransformedSource
+from millrace.digest import compute_digest
+from millrace.keys.datasets import DatasetKeys
+from millrace.progress import ignore_event
+from millrace.schemas.dataset import ShardLayout
+from millrace.storage import open_store, put
 
 
 def test_each_further_look_without_a_row_tells_a_longer_time() -> None:
@@ -29,3 +43,56 @@ def test_another_process_sees_the_notes_also_of_long_and_broken_names() -> None:
     ):
         writer.note_row(name)
         assert reader.get_last() == (number, shown)
+
+
+class NotesReader:
+    """Transform that reads the notes when it is called. The samples stay as they are."""
+
+    def __init__(self, notes: RowNotes, batch_rows: int = 1) -> None:
+        self._notes, self.batch_rows = notes, batch_rows
+        self.found: list[tuple[list[str], tuple[int, str]]] = []
+
+    def apply(self, samples: Sequence[Sample]) -> list[list[Row]]:
+        if samples:
+            self.found.append(([sample.key for sample in samples], self._notes.get_last()))
+        return [[sample] for sample in samples]
+
+
+@pytest.mark.parametrize("shard_format", ["webdataset", "parquet"])
+@pytest.mark.parametrize("has_batches_after", [False, True])
+def test_a_transform_works_after_the_note_about_the_row_before(
+    shard_format: str, has_batches_after: bool
+) -> None:
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    put(store, "a.jsonl", b"".join(b'{"n": %d}\n' % number for number in range(9)))
+    keys, files = DatasetKeys("d"), open_files(store.spec)
+    divided = partition_source(
+        SourceSettings(), files, keys, Division(1 << 20, 100, seed=None, holdout=0.0)
+    )
+    notes = RowNotes()
+    first, second = NotesReader(notes), NotesReader(notes, batch_rows=256)
+    chain = TransformChain([first, second] if has_batches_after else [first])
+    layout = ShardLayout(
+        formats=(shard_format,),
+        fields={"json": "json"},
+        writer={},
+        shard_bytes=1 << 20,
+        shard_samples=100,
+    )
+    shard_partition(
+        store,
+        TransformedSource(open_source(divided.record, files, store), chain),
+        keys,
+        layout,
+        divided.partitions[0],
+        plan_digest=compute_digest(b""),
+        uploads=1,
+        progress=ignore_event,
+        notes=notes,
+    )
+    names = [name for names, _ in first.found for name in names]
+    assert len(names) == 9
+    assert [name for _, (_, name) in first.found] == ["", *names[:-1]]
+    counts = [count for _, (count, _) in first.found]
+    assert counts == sorted(set(counts)), "each row is noted"
+    assert notes.get_last()[1] == names[-1]
