@@ -23,6 +23,11 @@ from millrace.storage.read import READ_BLOCK_SIZE
 _NAME = "__name__"  # field of a table's row with the name of its sample; no sample can have it
 _MAX_NAME = 4096  # bytes of a field that names a row
 _MAX_HELD_BYTES = 512 << 20  # of a table's names and fields, since parquet is compressed
+_SOURCE_SETTINGS = ("`columns", "`delimiter", "`encoding", "`header")
+_ADVICE = (
+    "Of these settings, `join` has `columns`, and `column` for the names of the samples. Its "
+    "tables are UTF-8, with a header, and with commas (.csv) or tabs (.tsv) between the values."
+)
 
 Table = Mapping[str, Mapping[str, bytes]]
 
@@ -180,6 +185,23 @@ def _iterate_rows(
     body: bytes, location: str, columns: dict[str, str] | None, types: Mapping[str, str]
 ) -> Iterator[dict[str, bytes]]:
     """Yield the fields of the rows of a table, which is read like a source.
+
+    Raises:
+        ConfigurationError: The table or one of its rows cannot be read. Where the message names
+            settings of a source, it also has those of the transform.
+    """
+    try:
+        yield from _read_rows(body, location, columns, types)
+    except ConfigurationError as error:
+        if not any(name in str(error) for name in _SOURCE_SETTINGS):
+            raise
+        raise ConfigurationError(f"{error} {_ADVICE}") from None
+
+
+def _read_rows(
+    body: bytes, location: str, columns: dict[str, str] | None, types: Mapping[str, str]
+) -> Iterator[dict[str, bytes]]:
+    """Yield the fields of the rows of a table.
 
     Raises:
         ConfigurationError: The table or one of its rows cannot be read.

@@ -175,6 +175,20 @@ def test_a_table_that_cannot_be_joined_is_refused_with_a_sentence(table, name, o
         join(make_sample(), table, name, **options)
 
 
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        (b"name,a\nx,1\n", "m.csv"),
+        (b"file_name;a\nx;1\n", "m.csv"),
+        (b"file_name,a\n\xff.jpg,1\n", "m.csv"),
+        (make_parquet(id=[1]), "m.parquet"),
+    ],
+)
+def test_an_error_that_names_settings_of_a_source_has_those_of_the_transform(table, name):
+    with pytest.raises(errors.ConfigurationError, match="`column` for the names of the samples"):
+        join(make_sample(), table, name)
+
+
 def test_a_field_compares_whole_values():
     table = b"id,a\nx.JPG,1\n./x.jpg,2\n"
     row = join(make_sample(id=b"x.JPG"), table, column="id", field="id", columns={"a": "a"})
