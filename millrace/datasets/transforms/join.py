@@ -14,6 +14,7 @@ from millrace.datasets.sources.sample_table import split_name
 from millrace.datasets.sources.table import FileTable
 from millrace.datasets.transforms.base import make_bad_row
 from millrace.datasets.transforms.fields import NO_TYPES
+from millrace.datasets.transforms.packed_rows import PackedRows
 from millrace.datasets.transforms.settings import JoinSettings
 from millrace.errors import ConfigurationError
 from millrace.formatting import clean_text, format_size
@@ -22,14 +23,12 @@ from millrace.storage.read import READ_BLOCK_SIZE
 
 _NAME = "__name__"  # field of a table's row with the name of its sample; no sample can have it
 _MAX_NAME = 4096  # bytes of a field that names a row
-_MAX_HELD_BYTES = 512 << 20  # of a table's names and fields, since parquet is compressed
+_MAX_HELD_BYTES = 512 << 20  # of a table in memory, since parquet is compressed
 _SOURCE_SETTINGS = ("`columns", "`delimiter", "`encoding", "`header")
 _ADVICE = (
     "Of these settings, `join` has `columns`, and `column` for the names of the samples. Its "
     "tables are UTF-8, with a header, and with commas (.csv) or tabs (.tsv) between the values."
 )
-
-Table = Mapping[str, Mapping[str, bytes]]
 
 
 class JoinTransform:
@@ -80,7 +79,7 @@ class JoinTransform:
             BadFieldError: The sample has no row, and is quarantined. Or it has several rows.
         """
         names = self._list_names(sample)
-        found = [self._table[name] for name in names if name in self._table]
+        found = [row for row in map(self._table.find, names) if row is not None]
         if not found and self._settings.missing == "quarantine":
             raise BadFieldError(f"the table has no row for {names[0]!r}")
         if len(found) > 1:
@@ -127,7 +126,7 @@ def _load_table(
     types: tuple[tuple[str, str], ...],
     *,
     are_files: bool,
-) -> Table:
+) -> PackedRows:
     """Return the fields of each row of a table, by the name of its sample.
 
     Args:
@@ -141,26 +140,24 @@ def _load_table(
     Raises:
         ConfigurationError: The table cannot be read, or two of its rows have one name.
     """
-    rows: dict[str, Mapping[str, bytes]] = {}
-    held = 0
+    rows = PackedRows()
     for named, values in _iterate_named(body, location, column, dict(columns), dict(types)):
-        held += len(named) + sum(map(len, values.values()))
-        if held > _MAX_HELD_BYTES:
+        name = named.decode(errors="surrogateescape")
+        if are_files and (parts := split_name(name.removeprefix("./"))):
+            name = ".".join(parts)  # the extension in lower case, as samples have it
+        rows.add(name, values)
+        if rows.size > _MAX_HELD_BYTES:
             raise ConfigurationError(
                 f"{location} has more than {format_size(_MAX_HELD_BYTES)} in its rows, which each "
                 "worker holds. Name the needed columns with `columns`, or divide the table."
             )
-        name = named.decode(errors="surrogateescape")
-        if are_files and (parts := split_name(name.removeprefix("./"))):
-            name = ".".join(parts)  # the extension in lower case, as samples have it
-        if name in rows:
-            raise ConfigurationError(
-                f"{location} has several rows with the name {clean_text(name)!r} in the column "
-                f"{column!r}. Remove all but one of them, or name another column."
-            )
-        rows[name] = values
     if not rows:
         raise ConfigurationError(f"{location} has no rows: name another table.")
+    if (twice := rows.finish()) is not None:
+        raise ConfigurationError(
+            f"{location} has several rows with the name {clean_text(twice)!r} in the column "
+            f"{column!r}. Remove all but one of them, or name another column."
+        )
     return rows
 
 

@@ -1,6 +1,7 @@
 """Rows of a table that are added to samples."""
 
 import io
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,6 +116,20 @@ def test_a_table_that_is_larger_than_the_memory_for_it_is_refused(monkeypatch, c
     table = make_parquet(file_name=["1.jpg", "2.jpg"], caption=["a" * 16, "b" * 16])
     with pytest.raises(errors.ConfigurationError, match="more than 40 bytes in its rows"):
         join(make_sample("1"), table, "m.parquet", columns=columns)
+
+
+def test_short_rows_take_few_bytes_of_memory():
+    count = 20_000
+    table = b"file_name,cls\n" + b"".join(b"%d.jpg,%d\n" % (n, n) for n in range(count))
+    settings = JoinSettings(table="m.csv", columns={"cls": "cls"})
+    tracemalloc.start()
+    transform = JoinTransform(settings, table)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    ((row,),) = transform.apply([make_sample("19999")])
+    assert isinstance(row, Sample)
+    assert row.fields["cls"] == b"19999"
+    assert held < 100 * count
 
 
 def test_a_sample_without_a_row_is_quarantined_dropped_or_kept():
