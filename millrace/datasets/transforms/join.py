@@ -143,8 +143,10 @@ def _load_table(
     rows = PackedRows()
     for named, values in _iterate_named(body, location, column, dict(columns), dict(types)):
         name = named.decode(errors="surrogateescape")
-        if are_files and (parts := split_name(name.removeprefix("./"))):
-            name = ".".join(parts)  # the extension in lower case, as samples have it
+        if are_files:
+            name = name.removeprefix("./")
+            # The extension is in lower case, as samples have it.
+            name = ".".join(split_name(name) or [name])
         rows.add(name, values)
         if rows.size > _MAX_HELD_BYTES:
             raise ConfigurationError(

@@ -55,6 +55,12 @@ def test_a_row_is_found_by_the_file_or_the_key(key, caption):
     assert row.fields == {"jpg": b"pixels", "txt": caption}
 
 
+@pytest.mark.parametrize("name", ["cats/1.jpg", "cats/1"])
+def test_names_of_a_table_may_begin_with_the_working_directory(name):
+    row = join(make_sample(), f"file_name,cls\n./{name},1\n".encode(), columns={"cls": "cls"})
+    assert row.fields["cls"] == b"1"
+
+
 def test_columns_become_fields_as_in_sources():
     def join_json(number):
         return join(
