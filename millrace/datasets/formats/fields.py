@@ -54,7 +54,14 @@ def decide_fields(
         return {name: kind.value for name, kind in traced.tokens.items()}
     found = dict(traced.fields)
     if not traced.is_complete:
-        if not types and not found:
+        # A sample has fields of its own, besides those that a table adds.
+        joined = {
+            name
+            for step in steps
+            if step["kind"] == "join"
+            for name in step.get("columns") or ["json"]
+        }
+        if not types and found.keys() <= joined:
             raise ConfigurationError(
                 f"{typed[0]} needs the fields of the samples, which neither files nor functions "
                 "name. Write them into `types` of `sharding`, such as {jpg: bytes, cls: int}. Of a "

@@ -72,7 +72,11 @@ def test_the_columns_of_a_table_become_fields():
 
 
 def test_a_source_without_names_needs_types():
-    with pytest.raises(errors.ConfigurationError, match="Write them into `types`"):
-        decide(FUNCTION)
+    join = {"kind": "join", "column": "id", "columns": {"txt": "caption"}}
+    for steps, kind in (([FUNCTION], "jsonl"), ([join], "webdataset"), ([FUNCTION, join], "jsonl")):
+        with pytest.raises(errors.ConfigurationError, match="Write them into `types`"):
+            decide(*steps, kind=kind)
+    assert decide(join, kind="webdataset", types={"jpg": "bytes"}) == {"jpg": "bytes", "txt": "str"}
+    assert decide(join, TOKENIZE, kind="webdataset") == {"tokens": "uint32[]"}
     with pytest.raises(errors.ConfigurationError, match="needs the field 'text'"):
         decide({**TOKENIZE, "field": "text"})
