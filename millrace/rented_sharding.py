@@ -21,8 +21,9 @@ from millrace.datasets import (
 )
 from millrace.datasets.ledger_follower import LedgerFollower
 from millrace.datasets.sources import is_store_url
-from millrace.datasets.transforms import bundle_files
+from millrace.datasets.transforms import bundle_files, store_large_files
 from millrace.formatting import format_count
+from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress, ignore_event
 from millrace.rentals import (
     CodeRepository,
@@ -192,7 +193,8 @@ def shard_on_machines(
     """
     began = time.monotonic()
     rental = make_sharding_rental(config, vast)
-    follower = LedgerFollower(open_store(config.store), config.dataset, progress)
+    store = open_store(config.store)
+    follower = LedgerFollower(store, config.dataset, progress)
     if follower.is_complete:
         return shard_dataset(config, progress=progress)
     if found is None:
@@ -202,6 +204,12 @@ def shard_on_machines(
     rental, note = limit_machines(rental, found)
     if note:
         logger.warning("%s", note)
+    store_large_files(
+        store,
+        DatasetKeys(config.dataset),
+        config.sharding.transforms,
+        allow_private=config.source.allow_private,
+    )
     follower.poll()
     warnings: tuple[str, ...] = ()
     supervisor = RentalSupervisor(rental, repeat=True, progress=nullcontext(progress))
@@ -266,7 +274,8 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
     """Return the rental of machines that shard a dataset.
 
     The machines share the partitions. If a machine is lost, others continue its partitions. They
-    get the files of transforms and the `ca_file` of the source with their settings.
+    get the files of transforms and the `ca_file` of the source with their settings, except for
+    large files, which `shard_on_machines` stores in the dataset.
 
     Args:
         config: Settings of the dataset.

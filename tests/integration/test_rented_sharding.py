@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 from click.testing import CliRunner
+from pyarrow import parquet
 from pydantic import SecretStr
 from tokenizers import Tokenizer
 
@@ -21,6 +23,7 @@ from millrace import errors, rented_sharding
 from millrace.cli import main
 from millrace.datasets import PipelineSettings, shard_dataset
 from millrace.datasets.progress_events import PartitionEnded, PlanCommitted, ShardCommitted
+from millrace.datasets.transforms import bundle_files
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
@@ -451,6 +454,35 @@ def test_a_program_that_hangs_after_the_dataset_is_complete_is_not_waited_for(
     assert report.samples == 500
     (released,) = (one for one in events if isinstance(one, MachineReleased))
     assert released.reason is ReleaseReason.UNNEEDED
+    assert vast.list_alive() == []
+    vast.reset()
+
+
+def test_a_machine_finds_a_table_of_parquet_in_the_dataset(
+    vast: VastServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rented_sharding, "_EXIT_TIMEOUT", timedelta(0))
+    path, data = write_rented_dataset(vast, repository, tmp_path, rate=100.0, real=False)
+    texts = [f"row {number}" for number in range(500)]
+    parquet.write_table(pa.table({"text": texts, "length": texts}), tmp_path / "m.parquet")
+    join = {"kind": "join", "table": f"{tmp_path}/m.parquet", "column": "text", "field": "txt"}
+    data["source"]["columns"] = {"txt": "text"}
+    data["sharding"]["transforms"] = [join]
+    path.write_text(yaml.safe_dump(data))
+    config = load_settings(path, PipelineSettings)
+    steps, texts_to_send = bundle_files(config.sharding.transforms)
+    assert not texts_to_send
+    sharding = config.sharding.model_copy(update={"transforms": steps})
+    there = config.model_copy(update={"sharding": sharding})
+    (tmp_path / "machine").mkdir()
+    monkeypatch.chdir(tmp_path / "machine")
+
+    def shard_as_machine(event: Event) -> None:
+        if isinstance(event, MachineReady):
+            shard_dataset(there)
+
+    report = run_pipeline(path, use_vast=True, progress=shard_as_machine)
+    assert report.samples == 500
     assert vast.list_alive() == []
     vast.reset()
 

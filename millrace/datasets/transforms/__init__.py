@@ -7,6 +7,7 @@ from millrace.datasets.transforms.recorded import (
     open_transformed_source,
     open_transforms,
     record_transforms,
+    store_large_files,
 )
 from millrace.datasets.transforms.settings import (
     FilterSettings,
@@ -35,4 +36,5 @@ __all__ = [
     "open_transformed_source",
     "open_transforms",
     "record_transforms",
+    "store_large_files",
 ]

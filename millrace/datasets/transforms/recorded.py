@@ -6,9 +6,10 @@ from the settings or from a file of this machine, never because an object of the
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from millrace import errors
 from millrace.datasets.field_names import TOKENS
@@ -51,11 +52,12 @@ from millrace.extras import import_extra_module
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import JsonObject
 from millrace.schemas.dataset import SourceRecord
-from millrace.storage import Store, StoreSpec, open_store, read
+from millrace.storage import Store, StoreSpec, create, open_store, read
 
 _VERSION = "3"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
 _MAX_DATA_BYTES = 128 << 20  # of a tokenizer or a table
+_MAX_SENT_BYTES = 1 << 20  # of a file that is sent to another machine with its settings
 _MAX_KEPT = 4  # tokenizers and tables that a process keeps
 _TABLE_KINDS = {
     SourceKind.JSONL, SourceKind.CSV, SourceKind.PARQUET, SourceKind.HUGGINGFACE
@@ -114,48 +116,128 @@ def bundle_files(
 ) -> tuple[list[TransformSettings], dict[str, str]]:
     """Read the files of transforms for another machine.
 
+    The machine takes a file from the dataset that is no text of up to 1 MiB: `store_large_files`
+    stores it there. So it does with a tokenizer or a table that is not on this machine, if the
+    settings have its digest.
+
     Args:
         settings: Settings of the transforms.
-        allow_private: Whether a tokenizer may be read from a web server in a private network.
+        allow_private: Whether a file may be read from a web server in a private network.
 
     Returns:
         The settings with relative paths and the digests of the files; and the texts by path.
 
     Raises:
-        ConfigurationError: A file is too large, has another digest than the settings name, is no
-            text, or imports a module beside it.
+        ConfigurationError: A file is too large, has another digest than the settings name, or
+            imports a module beside it.
         NotFoundError: A file is not there.
     """
     steps: list[TransformSettings] = []
     texts: dict[str, str] = {}
     for number, step in enumerate(settings):
-        match step:
-            case FunctionSettings(file=str(location)):
-                body = _read_location(location, _MAX_CODE_BYTES, allow_private=False)
-                _refuse_imports(location, body)
-                path = f"transforms/{number}.py"
-                update = {"function": f"./{path}:{step.name}"}
-            case TokenizeSettings(tokenizer=location):
-                body = _read_location(location, _MAX_DATA_BYTES, allow_private=allow_private)
-                path = f"transforms/{number}.json"
-                update = {"tokenizer": f"./{path}"}
-            case JoinSettings(table=location):
-                body = _read_location(location, _MAX_DATA_BYTES, allow_private=allow_private)
-                path = f"transforms/{number}.{step.extension}"
-                update = {"table": f"./{path}"}
-            case _:
-                steps.append(step)
-                continue
-        digest = compute_digest(body)
-        _check_digest(location, digest, step.digest)
-        try:
-            texts[path] = body.decode()
-        except UnicodeDecodeError as error:
-            raise errors.ConfigurationError(
-                f"{location} is no text in UTF-8: correct the file."
-            ) from error
-        steps.append(step.model_copy(update={**update, "digest": digest}))
+        file = _find_file(step)
+        if file is None:
+            steps.append(step)
+            continue
+        path = f"transforms/{number}.{file.extension}"
+        body = _read_file(file, allow_private=allow_private)
+        if body is not None:
+            if isinstance(step, FunctionSettings):
+                _refuse_imports(file.location, body)
+            if _is_sent(body):
+                texts[path] = body.decode()
+        digest = file.digest if body is None else compute_digest(body)
+        update = {file.setting: f"./{path}{file.suffix}", "digest": digest}
+        steps.append(step.model_copy(update=update))
     return steps, texts
+
+
+def store_large_files(
+    store: Store,
+    keys: DatasetKeys,
+    settings: Sequence[TransformSettings],
+    *,
+    allow_private: bool = False,
+) -> None:
+    """Store the files of transforms in the dataset that `bundle_files` does not return as texts.
+
+    Args:
+        store: Store of the dataset.
+        keys: Names of the dataset.
+        settings: Settings of the transforms.
+        allow_private: Whether a file may be read from a web server in a private network.
+
+    Raises:
+        ConfigurationError: A file is too large, or has another digest than the settings name.
+        NotFoundError: A file is not there.
+    """
+    for file in filter(None, map(_find_file, settings)):
+        body = _read_file(file, allow_private=allow_private)
+        if body is not None and not _is_sent(body):
+            # The key contains the digest of the object, and every reader checks the digest.
+            with suppress(errors.ExistsError):
+                create(store, keys.make_transform_key(compute_digest(body), file.extension), body)
+
+
+class _StepFile(NamedTuple):
+    """File of a transform.
+
+    Attributes:
+        setting: Name of the setting that names the file.
+        location: Path or URL of the file.
+        suffix: Text after the location in the setting.
+        digest: Digest that the file must have; None accepts any file.
+        extension: Extension of the file in the dataset.
+        max_size: Largest size in bytes.
+    """
+
+    setting: str
+    location: str
+    suffix: str
+    digest: str | None
+    extension: str
+    max_size: int
+
+
+def _find_file(step: TransformSettings) -> _StepFile | None:
+    """Return the file of a transform; None if it has none."""
+    match step:
+        case FunctionSettings(file=str(location)):
+            return _StepFile(
+                "function", location, f":{step.name}", step.digest, "py", _MAX_CODE_BYTES
+            )
+        case TokenizeSettings(tokenizer=location):
+            return _StepFile("tokenizer", location, "", step.digest, "json", _MAX_DATA_BYTES)
+        case JoinSettings(table=location):
+            return _StepFile("table", location, "", step.digest, step.extension, _MAX_DATA_BYTES)
+        case _:
+            return None
+
+
+def _read_file(file: _StepFile, *, allow_private: bool) -> bytes | None:
+    """Return the bytes of a file; None if the dataset may have a file that is not there.
+
+    The modules that code imports are beside its file only, so code must be there.
+    """
+    try:
+        body = _read_location(file.location, file.max_size, allow_private=allow_private)
+    except errors.NotFoundError:
+        if file.digest is None or file.setting == "function":
+            raise
+        return None
+    _check_digest(file.location, compute_digest(body), file.digest)
+    return body
+
+
+def _is_sent(body: bytes) -> bool:
+    """Decide whether a file is sent to another machine with its settings, as a text."""
+    if len(body) > _MAX_SENT_BYTES:
+        return False
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _refuse_imports(location: str, code: bytes) -> None:

@@ -4,7 +4,9 @@ import importlib
 import secrets
 import sys
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from millrace import errors
 from millrace.datasets.sample import Sample
@@ -18,6 +20,7 @@ from millrace.datasets.transforms import (
     list_transform_changes,
     open_transforms,
     record_transforms,
+    store_large_files,
 )
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DATASET_KEY
@@ -109,6 +112,43 @@ def test_a_table_is_part_of_the_dataset(files, store):
     assert (bundled.table, bundled.digest) == (
         "./transforms/0.csv", compute_digest(table.read_bytes())
     )  # fmt: skip
+
+
+def test_another_machine_takes_files_that_are_no_small_texts_from_the_dataset(files, store):
+    table = pa.table({"id": ["the fox"], "caption": ["red"]})
+    parquet.write_table(table, files / "m.parquet")
+    (files / "m.csv").write_text("id,note\nthe fox," + "x" * (1 << 20) + "\n")
+    settings = [
+        JoinSettings(table=str(files / name), column="id", field="txt", columns={column: column})
+        for name, column in (("m.parquet", "caption"), ("m.csv", "note"))
+    ]
+    bundled, texts = bundle_files([*settings, *make_all(files)[3:]])
+    assert texts.keys() == {"transforms/2.py", "transforms/3.json"}
+    with pytest.raises(errors.NotFoundError):
+        record_transforms(bundled[:2], KEYS, seed=0, dataset_store=store)
+    store_large_files(store, KEYS, settings)
+    store_large_files(store, KEYS, settings)
+    recorded = record_transforms(bundled[:2], KEYS, seed=0, dataset_store=store)
+    assert recorded.record == describe(settings)
+    (row,) = apply_all(open_transforms(recorded.record, store), b"the fox")
+    assert (row.fields["caption"], len(row.fields["note"])) == (b"red", 1 << 20)
+
+
+def test_another_machine_takes_a_missing_file_from_the_dataset_by_its_digest(files):
+    *_, function, tokenize = make_all(files)
+    pinned = tokenize.model_copy(
+        update={"digest": compute_digest((files / "tokenizer.json").read_bytes())}
+    )
+    bundled, texts = bundle_files([pinned])
+    assert texts
+    (files / "tokenizer.json").unlink()
+    assert bundle_files([pinned]) == (bundled, {})
+    with pytest.raises(errors.NotFoundError, match="set `digest` to take the file"):
+        bundle_files([tokenize])
+    pinned = function.model_copy(update={"digest": compute_digest(CODE.encode())})
+    (files / "clean.py").unlink()
+    with pytest.raises(errors.NotFoundError):
+        bundle_files([pinned])
 
 
 def test_a_function_gets_each_field_by_the_type_that_it_has_after_later_renames(files, store):
