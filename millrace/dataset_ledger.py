@@ -20,7 +20,7 @@ from millrace.schemas.dataset import (
     SampleList,
     ShardCommit,
 )
-from millrace.storage import Backend, Store, list_sorted_keys
+from millrace.storage import Backend, Stat, Store, list_sorted_keys
 
 
 class PartitionLedger(NamedTuple):
@@ -104,11 +104,21 @@ def iterate_commits(store: Store, keys: DatasetKeys, partition: str = "") -> Ite
 
     Raises:
         CorruptError: Commits are damaged. Raised after all intact commits were yielded.
+        ConflictError: The dataset has records of an earlier version of Millrace, by other names.
     """
+
+    def is_commit(stat: Stat) -> bool:
+        if keys.is_earlier_record(stat.key):
+            # Their shards would be taken for garbage.
+            raise errors.ConflictError(
+                f"{store.make_url(stat.key)} is a record of an earlier version of Millrace, which "
+                "this version does not read. Work on this dataset with the version that began it, "
+                "or shard the source under another name."
+            )
+        return keys.parse_commit(stat.key) is not None
+
     prefix = keys.make_commits_prefix(partition) if partition else keys.commits
-    found = iterate_records(
-        store, prefix, ShardCommit, wanted=lambda stat: keys.parse_commit(stat.key) is not None
-    )
+    found = iterate_records(store, prefix, ShardCommit, wanted=is_commit)
     return require_intact(store.make_url(prefix), found)
 
 

@@ -35,6 +35,7 @@ _FILE_DIGESTS = re.compile(r"digests-[0-9a-f]{32}\.json")
 _COMMIT_NAME = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})-(?P<number>[0-9]{6,18})")
 _COMMIT = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})/(?P<number>[0-9]{6,18})\.json")
 _END = re.compile(r"(?P<partition>[a-z]+-[0-9]{5,18})/end\.json")
+_EARLIER_RECORD = re.compile(r"[a-z]+-[0-9]{5,18}-(?:[0-9]{6,18}|end)\.json")
 _STORED_SHARD = re.compile(rf"{_COMMIT_NAME.pattern}(?:-[0-9a-f]{{16}})?")
 
 
@@ -347,3 +348,11 @@ class DatasetKeys:
         """Return the partition whose end record has this key; None for other keys."""
         match = _END.fullmatch(key.removeprefix(self.commits))
         return match["partition"] if match and key.startswith(self.commits) else None
+
+    def is_earlier_record(self, key: str) -> bool:
+        """Decide whether a key is that of a commit or an end of an earlier version of Millrace.
+
+        That version had no folder for the records of each partition.
+        """
+        name = key.removeprefix(self.commits)
+        return key.startswith(self.commits) and _EARLIER_RECORD.fullmatch(name) is not None

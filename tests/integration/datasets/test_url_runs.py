@@ -105,7 +105,7 @@ def judge(folder: Path) -> None:
     manifest = json.loads((folder / "d/manifest.json").read_text())["record"]
     commits = [
         json.loads(path.read_text())["record"]
-        for path in sorted((folder / "d/commits").glob("train-00000-[0-9]*.json"))
+        for path in sorted((folder / "d/commits").glob("train-00000/[0-9]*.json"))
     ]
     committed = [shard for commit in commits for shard in commit["shards"]]
     assert [(s["key"], s["digest"]) for s in committed] == [
@@ -138,7 +138,8 @@ def list_shards(folder: Path) -> set[str]:
 
 
 def list_committed(folder: Path) -> set[str]:
-    records = [json.loads(path.read_text())["record"] for path in (folder / "d/commits").iterdir()]
+    paths = (folder / "d/commits").rglob("*.json")
+    records = [json.loads(path.read_text())["record"] for path in paths]
     shards = {s["key"] for record in records for s in record.get("shards", ())}
     return shards | {record.get("quarantine_key") for record in records} - {None}
 

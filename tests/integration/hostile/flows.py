@@ -196,7 +196,7 @@ DATASETS = Reach(
     prefixes=("dst/other/", f"dst/{HOSTS}"),
     litter=("dst/", "dst/sets/", "dst/sets/words/", "dst/sets/words/shards/",
             "dst/sets/words/shards/webdataset/", "dst/sets/words/shards/webdataset/train/",
-            "dst/sets/words/commits/"),
+            "dst/sets/words/commits/", "dst/sets/words/commits/train-00000/"),
     scopes=("dst/sets/words/",),
 )  # fmt: skip
 
@@ -312,7 +312,8 @@ BUCKET = Reach(
     and "//" not in key,
     litter=("", "run/", "run/gathers/", "run/gathers/0.2.1/chain/", "job/", "job/checkpoints/",
             "job/epochs/", "words/", "words/shards/",
-            "words/shards/webdataset/", "words/shards/webdataset/train/", "words/commits/"),
+            "words/shards/webdataset/", "words/shards/webdataset/train/", "words/commits/",
+            "words/commits/train-00000/"),
     scopes=("run/", "job/", "words/", "old/"),
 )  # fmt: skip
 

@@ -74,7 +74,7 @@ def find_committed_shards(store: Path, dataset: str) -> dict[str, tuple[int, int
     """Return the shards that a commit names. Another leader makes the others again."""
     records = [
         json.loads(path.read_bytes())["record"]
-        for path in (store / dataset / "commits").glob("*.json")
+        for path in (store / dataset / "commits").glob("*/*.json")
     ]
     shards = (shard for record in records for shard in record.get("shards", ()))
     committed = {shard["key"].rpartition("/")[2] for shard in shards}

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from millrace.datasets import (
     shard_dataset,
 )
 from millrace.datasets.plan import commit_plan
+from millrace.datasets.progress_events import ShardCommitted
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import LeaseKeys, make_run_lease_name
@@ -131,3 +133,35 @@ def test_a_run_that_ends_leaves_no_held_lease(settings):
     store = open_store(settings.store)
     clock = StoreClock.read(store, "rows", Holder.describe_this_process())
     assert leases.Census(store, "rows", "", clock).find_holders() == {}
+
+
+class StoppedByTestError(Exception):
+    """Stop of a run after some commits."""
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_shards_of_an_earlier_version_are_no_garbage(
+    settings: PipelineSettings, tmp_path: Path, is_complete: bool
+) -> None:
+    location = settings.store.model_copy(update={"url": (tmp_path / "out").as_uri()})
+    settings = settings.model_copy(update={"store": location})
+    commits = 0
+
+    def stop(event: Event) -> None:
+        nonlocal commits
+        commits += isinstance(event, ShardCommitted)
+        if commits == 3 and not is_complete:
+            raise StoppedByTestError
+
+    with nullcontext() if is_complete else pytest.raises(StoppedByTestError):
+        shard_dataset(settings, progress=stop)
+    for path in (tmp_path / "out/rows/commits").glob("*/*.json"):
+        path.rename(path.parent.with_name(f"{path.parent.name}-{path.name}"))
+    store = open_store(settings.store)
+    with pytest.raises(errors.ConflictError, match="a record of an earlier version of Millrace"):
+        plan_garbage(store, "rows", min_age=ANY_AGE)
+    if is_complete:
+        assert shard_dataset(settings).was_complete
+    else:
+        with pytest.raises(errors.ConflictError, match="a record of an earlier version"):
+            shard_dataset(settings)
