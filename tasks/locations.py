@@ -12,14 +12,7 @@ from prefect import State, get_client, get_run_logger
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from blocks import Bucket, HuggingFaceCredentials
 from blocks.loading import find_block
@@ -270,11 +263,17 @@ class InputLocation(BaseModel):
         description="Prefix of the files in the bucket; only with `bucket`.",
     )
 
-    @field_validator("url", "bucket", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _drop_empty_location(cls, value: object) -> object:
-        """Take an empty field of a form for one that is not given."""
-        return None if value == "" else value
+    def _drop_emptied_field(cls, data: Any) -> Any:
+        """Take an emptied field of a form beside the other one for one that is not given."""
+        if not isinstance(data, dict):
+            return data
+        given = cast("dict[str, Any]", data)
+        fields = ("url", "bucket")
+        if any(given.get(name) is None for name in fields):
+            return given  # an empty text alone is refused as a location
+        return {**given, **{name: given[name] or None for name in fields}}
 
     @model_validator(mode="after")
     def _check_one_location(self) -> "InputLocation":
