@@ -101,8 +101,8 @@ class HubClient:
     @property
     def url(self) -> str:
         """URL of the repository and its branch."""
-        prefix = "hf://datasets/" if self._type == "dataset" else "hf://"
-        return prefix + self.spec.url.removeprefix("hf://")
+        prefix = "datasets/" if self._type == "dataset" else ""
+        return f"hf://{prefix}{self.spec.repo}@{self.spec.revision}"
 
     def make_url(self, key: str) -> str:
         """Return the URL of a file."""

@@ -44,8 +44,3 @@ class HubSpec(BaseModel):
                 "hf://owner/name@branch."
             )
         return cls(repo=repo, revision=revision or "main")
-
-    @property
-    def url(self) -> str:
-        """URL of the repository, if it has a model, and its branch."""
-        return f"hf://{self.repo}@{self.revision}"

@@ -471,7 +471,7 @@ def decode_chunks(
     word = np.empty(1, np.uint32)
     table = np.empty(2 * levels, np.float32)
     bit = np.int64(first) * bits
-    # A chunk is filled in the first cache, and then copied. Of the copy, only zeros remain.
+    # A chunk is filled in the first cache, then copied, and is all zeros again.
     chunk = np.zeros(size + _LANES, np.float32)
     start = (-chunk.ctypes.data // 4) % _LANES
     taken = np.empty(k, np.uint16)

@@ -335,7 +335,7 @@ os.fork = refuse
 
 
 def test_a_watchdog_starts_its_watch_again_when_the_machine_allows_it(vast: VastServer) -> None:
-    """As after the watch was killed for its memory, while the machine has too many processes."""
+    """The watch was killed for its memory, and the machine has too many processes."""
     vast.reset(rate=1.0, strict=False)
     number = vast.plant("x")
     (entry,) = vast.list_alive()

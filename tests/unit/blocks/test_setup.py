@@ -168,7 +168,7 @@ def test_a_webhook_without_its_scheme_is_refused_before_anything_is_made() -> No
 
 
 def test_white_space_around_a_key_is_no_part_of_it() -> None:
-    """As a .env file leaves it whose lines end in carriage returns, too."""
+    """A .env file whose lines end in carriage returns leaves them at the keys."""
     ((block, name),) = setup._read_account_blocks({"VAST_API_KEY": "a key\r", "HF_TOKEN": "\r"})
     assert name == "vast"
     assert isinstance(block, VastCredentials)
