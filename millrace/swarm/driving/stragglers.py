@@ -38,10 +38,13 @@ class StragglerFinder:
     """Finds members that have stopped, or that never end.
 
     A member that lacks bytes may wait for other nodes, so its stalls count once half of the nodes
-    are ready. A member with all bytes checks, unpacks or syncs its files: it may take several times
-    as long as the others, or as long as a slow disk. Members that had most bytes before the run are
-    ready at once, and do not show how long that takes. A member that has not joined checks the
-    files that it has, and its deadline is that of the request (`AgentClient.start_run`).
+    are ready. When the run gives up a member that received pieces, the time of the members that
+    received none begins anew, since they may have waited for that one.
+
+    A member with all bytes checks, unpacks or syncs its files: it may take several times as long as
+    the others, or as long as a slow disk. Members that had most bytes before the run are ready at
+    once, and do not show how long that takes. A member that has not joined checks the files that it
+    has, and its deadline is that of the request (`AgentClient.start_run`).
 
     A member may report progress forever, so each phase of a member has a deadline that no report
     extends. Only confirmed bytes extend it: pieces whose digests the driver or another node has,
@@ -62,6 +65,7 @@ class StragglerFinder:
         self._files, self._size = files, size
         self._stall_timeout, self._began = stall_timeout, began
         self._phases: dict[str, _Phase] = {}  # empty unless half of the nodes are ready
+        self._waited: dict[str, float] = {}  # by member: end of a straggler that it waited for
         self._half_ready_at: float | None = None
 
     def find(self, now: float) -> list[tuple[Member, str]]:
@@ -71,6 +75,7 @@ class StragglerFinder:
         if len(done) < max(1, len(members) // 2):
             self._half_ready_at = None
             self._phases.clear()
+            self._waited.clear()
         elif self._half_ready_at is None:
             self._half_ready_at = now
         found: list[tuple[Member, str]] = []
@@ -80,7 +85,30 @@ class StragglerFinder:
             reason = self._judge(member, done, now)
             if reason:
                 found.append((member, reason))
-        return found
+        return self._spare_waiting(members, found, now) if found else found
+
+    def _spare_waiting(
+        self, members: list[Member], found: list[tuple[Member, str]], now: float
+    ) -> list[tuple[Member, str]]:
+        """Return the stragglers that received pieces, and begin the time of waiting members anew.
+
+        If nobody received pieces, all stragglers are returned.
+        """
+        waiting = {member.node.id for member in members if self._waits_for_others(member)}
+        stragglers = [(member, reason) for member, reason in found if member.node.id not in waiting]
+        if not stragglers:
+            return found
+        for node_id in waiting:
+            self._waited[node_id] = now
+            self._phases.pop(node_id, None)
+        return stragglers
+
+    def _waits_for_others(self, member: Member) -> bool:
+        """Tell whether a member lacks pieces, and receives none: other nodes must read them."""
+        tracker, node_id = self._state.tracker, member.node.id
+        return (
+            member.joined and tracker.lacks_any(node_id) and not tracker.measure_incoming(node_id)
+        )
 
     def _judge(self, member: Member, done: list[Member], now: float) -> str:
         """Return the reason not to wait for a member; empty if the run still waits.
@@ -94,7 +122,8 @@ class StragglerFinder:
         since, slowest = self._half_ready_at, max((one.seconds for one in done), default=0.0)
         lacks = self._state.tracker.lacks_any(member.node.id)
         # Before that time, the member may have waited for nodes that were not ready themselves.
-        if lacks and since is not None and min(quiet, now - since) > stalled:
+        waited = self._waited.get(member.node.id, since)
+        if lacks and waited is not None and min(quiet, now - waited) > stalled:
             return f"it received no byte for {quiet:.0f} s"
         finishing = max(stalled, _FINISH_FACTOR * slowest, self._size / _SLOW_DISK_RATE)
         if since is not None:

@@ -178,6 +178,36 @@ def test_a_node_that_receives_nothing_while_others_are_ready_is_a_straggler():
     assert (member, why) == (run["c"], "it received no byte for 11 s")
 
 
+def test_a_node_that_waited_for_a_straggler_gets_its_time_anew():
+    run = Run("abc", pieces=1)
+    tracker = run.state.tracker
+    for name in "abc":
+        run[name].last_progress = 0.0
+    (order,) = tracker.begin(0.0)
+    assert order.node == "id-a"  # the only piece, so `b` waits for `a`
+    run["c"].ready, run["c"].seconds = True, 1.0
+    run["c"].files.update({0, 1})
+    finder = StragglerFinder(run.state, 2, SIZE, 10.0, 0.0)
+    assert finder.find(0.0) == []
+    ((member, why),) = finder.find(11.0)
+    assert (member, why) == (run["a"], "it received no byte for 11 s")
+    run.state.lose(member, why)
+    assert tracker.measure_incoming("id-b") == SIZE
+    assert finder.find(20.0) == []
+    assert (run["b"], "it received no byte for 22 s") in finder.find(22.0)
+
+
+def test_nodes_that_receive_nothing_are_stragglers_if_nobody_receives():
+    run = Run("abc", pieces=1)
+    for name in "abc":
+        run[name].last_progress = 0.0
+    run["c"].ready, run["c"].seconds = True, 1.0
+    run["c"].files.update({0, 1})
+    finder = StragglerFinder(run.state, 2, SIZE, 10.0, 0.0)
+    assert finder.find(0.0) == []
+    assert [member for member, _ in finder.find(11.0)] == [run[name] for name in "abc"]
+
+
 def test_a_node_that_goes_on_for_ever_is_a_straggler():
     run = Run("abc")
     finder = straggling(run, 0.0)
