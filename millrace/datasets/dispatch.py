@@ -11,7 +11,8 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -28,8 +29,8 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.ray_tasks import connect_pool
 from millrace.datasets.settings import ExecutionSettings
 from millrace.datasets.stall_watch import RowNotes, watch_in_thread
-from millrace.datasets.worker import PartitionJob, PartitionJobs, run_job
-from millrace.datasets.worker_pool import PartitionWorker, WorkerPool
+from millrace.datasets.worker import JobRunner, PartitionJob, PartitionJobs
+from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerPool
 from millrace.datasets.worker_processes import ProcessPool
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
@@ -43,7 +44,7 @@ from millrace.lease import (
     acquire,
     find_holder,
 )
-from millrace.progress import Event, Progress
+from millrace.progress import Progress, serialize_events
 from millrace.records import read_records
 from millrace.schemas.dataset import Partition, PartitionEnd
 from millrace.storage import Store, exists, list_objects
@@ -81,6 +82,7 @@ def shard_all_partitions(
         MillraceError: A worker raised this error. The other workers are stopped; a later run
             continues.
     """
+    progress = serialize_events(progress)
     pending = _PendingPartitions(store, keys, jobs, progress, wait=wait)
     progress(PartitionsPending(partitions=len(pending)))
     holder = Holder.describe_this_process()
@@ -276,30 +278,41 @@ class _PendingPartitions:
 def _run_in_process(
     pending: _PendingPartitions, leases: _PartitionLeases, progress: Progress
 ) -> None:
-    pause, lock = threading.Event(), threading.Lock()
+    pause, notes = threading.Event(), RowNotes()
+    runner = JobRunner(notes)
 
-    def report_event(event: Event) -> None:
-        with lock:
-            progress(event)
-
-    while pending:
-        claimed = pending.claim_next(leases)
-        if claimed is None:
-            pending.refuse_to_wait()
-            pause.wait(_POLL_INTERVAL)
-            pending.requeue_held()
-            continue
-        job, lease = claimed
-        _run_job_here(job, report_event)
+    def finish_partition(finish: Callable[[], PartitionEnd], lease: Lease) -> None:
+        finish()
         leases.heartbeat.release(lease)
 
+    ending: Future[None] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="end") as pool:
+        while pending or ending:
+            claimed = pending.claim_next(leases)
+            if claimed is None:
+                if ending is None:
+                    pending.refuse_to_wait()
+                    pause.wait(_POLL_INTERVAL)
+                    pending.requeue_held()
+                else:
+                    ending.result()
+                    ending = None
+                continue
+            job, lease = claimed
+            finish = _write_partition_here(job, runner, notes, progress)
+            if ending is not None:
+                ending.result()
+            ending = pool.submit(finish_partition, finish, lease)
 
-def _run_job_here(job: PartitionJob, progress: Progress) -> None:
-    notes, partition = RowNotes(), job.partition.name
+
+def _write_partition_here(
+    job: PartitionJob, runner: JobRunner, notes: RowNotes, progress: Progress
+) -> Callable[[], PartitionEnd]:
+    partition = job.partition.name
     with watch_in_thread(
         notes, lambda stall: progress(PartitionStalled(partition=partition, **stall._asdict()))
     ):
-        run_job(job, progress, notes)
+        return runner.write_partition(job, progress)
 
 
 class _Driver:
@@ -344,12 +357,14 @@ class _Driver:
                 event = decode_partition_event(data)
                 if worker.pid:
                     event = replace(event, pid=worker.pid)
-                if isinstance(event, ShardCommitted) and worker.assignment:
-                    self._deaths.pop(worker.assignment.job.partition.name, None)
+                if isinstance(event, ShardCommitted):
+                    self._deaths.pop(event.partition, None)
                 if isinstance(event, PartitionEnded):
                     self._ended.add(event.partition)
                 self._progress(event)
                 worker.acknowledge(number)
+            case {"read": _}:
+                worker.note_read()
             case {"ended": end}:
                 PartitionEnd.model_validate(end)  # raises for a damaged message
                 job, lease = worker.finish()
@@ -365,9 +380,16 @@ class _Driver:
         self._pool.replace(worker)
         self._progress(WorkerLost(pid=worker.pid, cause=cause))
         logger.warning("worker %d %s; another takes its place", worker.pid, cause)
-        if worker.assignment is None:
-            return
-        job, lease = worker.finish()
+        while worker.is_busy:
+            self._put_back(worker.finish(), cause, may_lack_memory=may_lack_memory)
+
+    def _put_back(self, assignment: Assignment, cause: str, *, may_lack_memory: bool) -> None:
+        """Let another worker have the partition of a worker that died.
+
+        Raises:
+            WorkerError: Too many workers died over the partition.
+        """
+        job, lease = assignment
         partition = job.partition.name
         self._leases.heartbeat.release(lease)
         if partition in self._ended:

@@ -2,7 +2,8 @@
 
 A shard is a pure function of the partition's samples and the plan's layout. If a machine is killed
 and another machine continues, the other machine makes the same bytes. The next shard is encoded
-while earlier shards are hashed and uploaded. Commits are made in order, so the ledger has no gaps.
+while earlier shards are hashed and uploaded, and so is the first shard of the next partition.
+Commits are made in order, so the ledger has no gaps.
 
 A source that is not reproducible may give two machines different samples for the same rows. Then
 the first commit counts. A machine whose commit comes second continues after the first one.
@@ -10,11 +11,10 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from functools import partial
 
 import orjson
 
@@ -68,35 +68,63 @@ class _SupersededError(Exception):
     """Another process has committed other shards of the same rows, and these count."""
 
 
-def shard_partition(
+class ShardBuffers:
+    """Fixed number of shards in memory, which the partitions of a process use one after the other.
+
+    Args:
+        layout: Layout of the shards.
+        uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
+            format, and one sample if a sample is larger than ``shard_bytes``.
+    """
+
+    def __init__(self, layout: ShardLayout, uploads: int) -> None:
+        self.layout, self.uploads = layout, uploads
+        self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
+        for _ in range(uploads + 1):
+            self._free.put(ShardSet(layout))
+
+    def take(self) -> ShardSet:
+        """Return an empty shard of each format; wait until they are free."""
+        return self._free.get()
+
+    def give_back(self, shards: ShardSet) -> None:
+        """Empty shards, and let the next caller take them."""
+        try:
+            shards.reset()
+        finally:
+            self._free.put(shards)  # otherwise `take` could wait for ever
+
+
+def write_partition(
     store: Store,
     source: TransformedSource,
     keys: DatasetKeys,
-    layout: ShardLayout,
+    buffers: ShardBuffers,
     partition: Partition,
     *,
     plan_digest: str,
-    uploads: int,
     progress: Progress,
     notes: RowNotes,
     is_reproducible: bool = True,
-) -> PartitionEnd:
-    """Make the missing shards of a partition, and commit the partition's end.
+) -> Callable[[], PartitionEnd]:
+    """Read the rows of a partition that are not committed, and upload their shards.
+
+    The last shards may still be uploading then. The returned function waits for their commits,
+    commits the partition's end, and has the errors of this function. It can be called in another
+    thread, while this one writes the next partition.
 
     Args:
         store: Store of the dataset.
         source: Source of the samples.
         keys: Names of the dataset.
-        layout: Layout of the shards.
+        buffers: Shards in memory. After an error they cannot be used again.
         partition: Partition to shard.
         plan_digest: Digest of the dataset's plan.
-        uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
-            format, and one sample if a sample is larger than ``shard_bytes``.
         progress: Called at each boundary, in the thread that reached it.
         notes: Notes of this process about the rows of the partition.
         is_reproducible: Whether every read of the source gives the same samples. Otherwise the
             names of the shards have digits of their digests, and work that another process has
-            committed first is dropped.
+            committed first is dropped. Then this function also waits for the partition's end.
 
     Raises:
         ChangedError: The source differs from the plan. No changed bytes were committed.
@@ -107,7 +135,7 @@ def shard_partition(
         end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
         check_plan_digest([end], plan_digest)
         progress(PartitionEnded.describe(end))
-        return end
+        return lambda: end
     source = _note_source_rows(source, notes)
     while True:
         last = _read_last_commit(store, keys, partition.name)
@@ -122,19 +150,24 @@ def shard_partition(
                 fraction=partition.source_range.compute_fraction_before(cursor),
             )
         )
+        uploader = _ShardUploader(
+            store, keys, partition, buffers, plan_digest, number, progress,
+            is_reproducible=is_reproducible, calls_functions=source.calls_functions,
+        )  # fmt: skip
+        finish = partial(_finish_partition, store, keys, plan_digest, uploader, source)
         try:
-            with _ShardUploader(
-                store, keys, partition, layout, plan_digest, number, uploads, progress,
-                is_reproducible=is_reproducible, calls_functions=source.calls_functions,
-            ) as uploader:  # fmt: skip
+            try:
                 _PartitionWriter(uploader, source, position, notes).write_rows()
+            except BaseException:
+                uploader.wait()  # shards before an error are valid, so their commits are finished
+                raise
+            if is_reproducible:
+                return finish
+            end = finish()
         except _SupersededError:
             logger.info("%s: another run has committed these rows first", partition.name)
-            continue
-        return _commit_end(
-            store, keys, partition.name, plan_digest, uploader.commit_count, uploader.position,
-            source, progress,
-        )  # fmt: skip
+        else:
+            return lambda: end
 
 
 class _PartitionWriter:
@@ -332,10 +365,10 @@ class _PendingCommit:
 
 
 class _ShardUploader:
-    """Threads that hash, upload and commit shards, and a fixed number of shards in memory.
+    """Threads that hash, upload and commit the shards of one partition.
 
-    Each shard in memory has its own buffer, which is free again when the shard is committed.
-    Therefore there are never more unfinished shards than buffers.
+    The buffer of a shard is free again when the shard is committed. Therefore there are never more
+    unfinished shards than buffers.
 
     Attributes:
         partition: Partition of the shards.
@@ -351,42 +384,39 @@ class _ShardUploader:
         store: Store,
         keys: DatasetKeys,
         partition: Partition,
-        layout: ShardLayout,
+        buffers: ShardBuffers,
         plan_digest: str,
         commit_count: int,
-        uploads: int,
         progress: Progress,
         *,
         is_reproducible: bool,
         calls_functions: bool,
     ) -> None:
         self.progress = progress
-        self.partition, self.layout = partition, layout
+        self.partition, self.layout = partition, buffers.layout
         self.is_reproducible, self.calls_functions = is_reproducible, calls_functions
         self._plan_digest = plan_digest
         self._store, self._keys = store, keys
         self.commit_count, self.position = commit_count, (0, 0)
-        self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
-        for _ in range(uploads + 1):
-            self._free.put(ShardSet(layout))
-        self._upload_pool = ThreadPoolExecutor(uploads, thread_name_prefix="put")
+        self._buffers = buffers
+        self._upload_pool = ThreadPoolExecutor(buffers.uploads, thread_name_prefix="put")
         self._commit_pool = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._fault: BaseException | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        # After a read error, the shards before the error are valid: their commits are finished.
+    def wait(self) -> None:
+        """Wait for the end of all uploads and commits."""
         self._upload_pool.shutdown(wait=True)
         self._commit_pool.shutdown(wait=True)
-        if error is None:
-            self._raise_fault()
+
+    def wait_for_commits(self) -> None:
+        """Wait until all shards are committed.
+
+        Raises:
+            MillraceError: The first fault.
+        """
+        self.wait()
+        if self._fault is not None:
+            raise self._fault
 
     def begin_commit(self, position: tuple[int, int]) -> _PendingCommit:
         """Begin the next commit with free buffers; wait until there are some.
@@ -394,8 +424,10 @@ class _ShardUploader:
         Args:
             position: Cursor and `skip` of the first row of the commit.
         """
-        shards = self._free.get()
-        self._raise_fault()
+        shards = self._buffers.take()
+        if (fault := self._fault) is not None:
+            self._buffers.give_back(shards)
+            raise fault
         self.position = position
         name = CommitName(self.partition.name, self.commit_count)
         return _PendingCommit(name, shards, position, position)
@@ -406,27 +438,24 @@ class _ShardUploader:
         Shards larger than the limit are committed before the call returns. So only one such sample
         is in memory at a time.
         """
-        large = pending.shards.size > self.layout.shard_bytes
-        committed = self._submit(pending)
-        if large:
-            committed.result()
+        self._submit(pending)
         return self.begin_commit(pending.next_position)
 
     def finish(self, pending: _PendingCommit) -> None:
-        """Start the upload of the last commit, unless the commit has no rows."""
+        """Start the upload of the last commit, as `upload` does, unless the commit has no rows."""
         if pending.shards.samples or pending.bad_rows:
             self._submit(pending)
             self.position = pending.next_position
+        else:
+            self._buffers.give_back(pending.shards)
 
-    def _submit(self, pending: _PendingCommit) -> Future[None]:
+    def _submit(self, pending: _PendingCommit) -> None:
+        is_large = pending.shards.size > self.layout.shard_bytes
         self.commit_count += 1
         uploaded = self._upload_pool.submit(self._upload_commit, pending)
-        return self._commit_pool.submit(self._commit_or_record_fault, pending, uploaded)
-
-    def _raise_fault(self) -> None:
-        """Raise the first fault, in the order of the commits. Each later call raises it again."""
-        if self._fault is not None:
-            raise self._fault
+        committed = self._commit_pool.submit(self._commit_or_record_fault, pending, uploaded)
+        if is_large:
+            committed.result()
 
     def _upload_commit(self, pending: _PendingCommit) -> ShardCommit:
         name, samples = pending.name, pending.shards.samples
@@ -549,11 +578,7 @@ class _ShardUploader:
         finally:
             if not uploaded.cancel():
                 wait((uploaded,))  # after a fault, the upload may still read the buffers
-            try:
-                pending.shards.reset()
-            finally:
-                # Without these buffers, `begin_commit` could wait for ever.
-                self._free.put(pending.shards)
+            self._buffers.give_back(pending.shards)
 
     def _commit(self, pending: _PendingCommit, commit: ShardCommit) -> None:
         self._restore_missing(pending, commit)
@@ -610,36 +635,33 @@ def check_contiguous(entries: list[ShardCommit], partition: str) -> None:
         position = entry.next_position
 
 
-def _commit_end(
+def _finish_partition(
     store: Store,
     keys: DatasetKeys,
-    partition: str,
     plan_digest: str,
-    commits: int,
-    position: tuple[int, int],
+    uploader: _ShardUploader,
     source: TransformedSource,
-    progress: Progress,
 ) -> PartitionEnd:
-    """Compare the ledger with the rows that were read, and commit the partition's end.
+    """Wait for the commits, compare the ledger with the rows that were read, and commit the end.
 
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
-        partition: Name of the partition.
         plan_digest: Digest of the dataset's plan.
-        commits: Number of commits.
-        position: Cursor and `skip` after the last commit.
+        uploader: Uploader of the partition's commits.
         source: Source whose rows were read to their end.
-        progress: Called at each boundary.
     """
+    uploader.wait_for_commits()
+    partition, position = uploader.partition.name, uploader.position
     rest = source.take_rows()
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
-    if len(entries) != commits or (entries and entries[-1].next_position != position):
+    if len(entries) != uploader.commit_count or (entries and entries[-1].next_position != position):
         raise errors.ConflictError(
-            f"{partition} was read to {position[0]} in {commits} commits, and its ledger has "
-            f"{len(entries)}: it is not complete. Run it again; the run continues from the ledger."
+            f"{partition} was read to {position[0]} in {uploader.commit_count} commits, and its "
+            f"ledger has {len(entries)}: it is not complete. Run it again; the run continues from "
+            "the ledger."
         )
     counts = [count_source_rows(entry) for entry in entries]
     end = PartitionEnd(
@@ -653,7 +675,7 @@ def _commit_end(
         bad_rows=sum(bad for _, bad in counts) if source.has_transforms else None,
         plan_digest=plan_digest,
     )
-    progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
+    uploader.progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
     _commit_same(store, keys.make_end_key(partition), end, calls_functions=source.calls_functions)
-    progress(PartitionEnded.describe(end))
+    uploader.progress(PartitionEnded.describe(end))
     return end

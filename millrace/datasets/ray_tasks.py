@@ -49,7 +49,7 @@ class RayTask(PartitionWorker):
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
-        self.assignment = Assignment(job, lease)
+        self.reading = Assignment(job, lease)
         self._pool.submit(self, job, lease)
 
     def acknowledge(self, number: int) -> None:
@@ -237,6 +237,8 @@ def shard_on_node(
                 case {"event": [number, _]}:
                     yield message
                     worker.acknowledge(number)
+                case {"read": _}:
+                    pass  # a task has one partition
                 case {"failed": [kind, text]}:
                     is_idle = True
                     yield {"failed": [kind, f"{node}: {text}"]}

@@ -108,8 +108,8 @@ class ExecutionSettings(BaseModel):
         default=None,
         ge=0,
         le=4096,
-        description="Number of partitions at a time, each in a worker of its own; by default one "
-        "for each CPU of this machine, or of the Ray cluster. 0 works in the main process.",
+        description="Number of workers, each of which reads one partition at a time; by default "
+        "one for each CPU of this machine, or of the Ray cluster. 0 works in the main process.",
     )
     ray: str | None = Field(
         title="Ray cluster",

@@ -4,6 +4,9 @@ Driver and worker send lines of JSON through two pipes. Nothing is unpickled, an
 arguments nor the environment of the worker contain credentials. After each event, the worker waits
 for the driver's acknowledgement. When the driver's end of the pipe closes, the worker exits at
 once. A later run continues from the worker's commits.
+
+When the rows of a partition are read, the driver may send the next partition. The worker writes it
+while the last shards of the one before are uploaded.
 """
 
 import os
@@ -11,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import IO, Any
@@ -19,7 +23,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from millrace import errors
-from millrace.datasets.partition import shard_partition
+from millrace.datasets.partition import ShardBuffers, write_partition
 from millrace.datasets.progress_events import (
     LocationFailed,
     PartitionEvent,
@@ -84,41 +88,58 @@ class PartitionJobs:
     partitions: Sequence[Partition]
 
 
-def run_job(job: PartitionJob, progress: Progress, notes: RowNotes) -> PartitionEnd:
-    """Shard one partition, and note its rows.
+class JobRunner:
+    """Shards partitions one after the other, and keeps the buffers of their shards.
 
-    Raises:
-        ConfigurationError: This process would make other bytes than the plan means.
-        MillraceError: The errors of `shard_partition`.
+    Args:
+        notes: Notes of this process about the rows.
     """
-    notes.begin_partition()
-    check_writers(job.dataset, job.layout, job.source.kind, job.partition)
-    store, keys = open_store(job.store), DatasetKeys(job.dataset)
-    files = _open_source_files(job, store, keys, progress)
-    source = open_transformed_source(
-        job.source,
-        files,
-        store,
-        types=job.layout.fields,
-        downloads=job.downloads,
-        allow_private=job.allow_private,
-    )
-    try:
-        return shard_partition(
+
+    def __init__(self, notes: RowNotes) -> None:
+        self._notes = notes
+        self._buffers: ShardBuffers | None = None
+
+    def write_partition(self, job: PartitionJob, progress: Progress) -> Callable[[], PartitionEnd]:
+        """Read and upload the rows of a partition, and return the function that commits its end.
+
+        The function can be called in another thread, while this one writes the next partition.
+
+        Raises:
+            ConfigurationError: This process would make other bytes than the plan means.
+            MillraceError: The errors of `write_partition`.
+        """
+        self._notes.begin_partition()
+        check_writers(job.dataset, job.layout, job.source.kind, job.partition)
+        store, keys = open_store(job.store), DatasetKeys(job.dataset)
+        files = _open_source_files(job, store, keys, progress)
+        source = open_transformed_source(
+            job.source,
+            files,
             store,
-            source,
-            keys,
-            job.layout,
-            job.partition,
-            plan_digest=job.plan_digest,
-            uploads=job.uploads,
-            progress=progress,
-            notes=notes,
-            is_reproducible=job.source.is_reproducible,
+            types=job.layout.fields,
+            downloads=job.downloads,
+            allow_private=job.allow_private,
         )
-    finally:
-        if isinstance(files, MirroredFiles):
-            progress(SourceRead(partition=job.partition.name, served=files.served))
+        buffers, self._buffers = self._buffers, None  # not used again after an error
+        if buffers is None or (buffers.layout, buffers.uploads) != (job.layout, job.uploads):
+            buffers = ShardBuffers(job.layout, job.uploads)
+        try:
+            finish = write_partition(
+                store,
+                source,
+                keys,
+                buffers,
+                job.partition,
+                plan_digest=job.plan_digest,
+                progress=progress,
+                notes=self._notes,
+                is_reproducible=job.source.is_reproducible,
+            )
+        finally:
+            if isinstance(files, MirroredFiles):
+                progress(SourceRead(partition=job.partition.name, served=files.served))
+        self._buffers = buffers
+        return finish
 
 
 def _open_source_files(
@@ -143,20 +164,16 @@ def _open_source_files(
     )
 
 
-def answer_job(job: PartitionJob, progress: Progress, notes: RowNotes) -> dict[str, Any]:
-    """Shard one partition, and return the worker's last message: its end, or its error.
+def _describe_error(partition: str, error: BaseException) -> dict[str, Any]:
+    """Return the worker's message about an error of a partition.
 
-    A panic of Rust is no `Exception`. It is an error of the job, too: another worker would meet it
-    again. No signal that ends the process becomes an exception in a worker.
+    A panic of Rust is no `Exception`. It is an error of the partition, too: another worker would
+    meet it again. No signal that ends the process becomes an exception in a worker.
     """
-    try:
-        end = run_job(job, progress, notes)
-    except errors.MillraceError as error:
+    if isinstance(error, errors.MillraceError):
         return {"failed": [type(error).__name__, str(error)]}
-    except BaseException as error:  # noqa: BLE001 - the driver raises it, with its type
-        text = f"{job.partition.name}: {type(error).__name__}: {error}"
-        return {"failed": ["WorkerError", text]}
-    return {"ended": end.model_dump(mode="json")}
+    text = f"{partition}: {type(error).__name__}: {error}"  # the driver raises it, with its type
+    return {"failed": ["WorkerError", text]}
 
 
 class _DriverConnection:
@@ -227,7 +244,29 @@ def main() -> None:
     notes = RowNotes(memory)
     os.close(memory)
     threading.Thread(target=driver.listen, name="listen", daemon=True).start()
-    while True:
-        driver.ready.acquire()
-        job = driver.jobs.pop(0)
-        driver.send(answer_job(job, driver.report, notes))
+    runner, ending = JobRunner(notes), Future[None]()
+    ending.set_result(None)
+    with ThreadPoolExecutor(1, thread_name_prefix="end") as pool:
+        while True:
+            driver.ready.acquire()
+            job = driver.jobs.pop(0)
+            partition = job.partition.name
+            try:
+                finish = runner.write_partition(job, driver.report)
+            except BaseException as error:  # noqa: BLE001 - the driver raises it
+                driver.send(_describe_error(partition, error))
+                continue
+            ending.result()
+            driver.send({"read": partition})
+            ending = pool.submit(_finish_partition, driver, partition, finish)
+
+
+def _finish_partition(
+    driver: _DriverConnection, partition: str, finish: Callable[[], PartitionEnd]
+) -> None:
+    """Finish a partition, and send the worker's last message about it: its end, or its error."""
+    try:
+        message = {"ended": finish().model_dump(mode="json")}
+    except BaseException as error:  # noqa: BLE001 - the driver raises it
+        message = _describe_error(partition, error)
+    driver.send(message)

@@ -32,15 +32,19 @@ class WorkerExit(NamedTuple):
 
 
 class PartitionWorker(ABC):
-    """Worker that shards one partition at a time.
+    """Worker that reads the rows of one partition at a time.
+
+    Meanwhile the partition before may end: its last shards are uploaded.
 
     Attributes:
         pid: Id of the worker's process on its machine; 0 before it is known.
-        assignment: Partition that the worker shards; None if it is idle.
+        reading: Partition whose rows the worker reads; None if the worker is idle.
+        ending: Partition whose rows it has read, and whose end it has not reported.
     """
 
     pid: int = 0
-    assignment: Assignment | None = None
+    reading: Assignment | None = None
+    ending: Assignment | None = None
 
     @abstractmethod
     def start(self, job: PartitionJob, lease: Lease) -> None:
@@ -54,11 +58,25 @@ class PartitionWorker(ABC):
     def wait_for_exit(self) -> WorkerExit:
         """Return the end of a worker whose last message was empty."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True if the worker has a partition."""
+        return bool(self.reading or self.ending)
+
+    def note_read(self) -> None:
+        """Note that the rows of the partition were read: the worker can read the next one."""
+        assert self.reading is not None, "a worker has read a partition that it did not have"
+        self.ending, self.reading = self.reading, None
+
     def finish(self) -> Assignment:
-        """Return the partition that the worker has ended, and mark the worker as idle."""
-        assert self.assignment is not None, "a worker without a partition reported an end"
-        assignment, self.assignment = self.assignment, None
-        return assignment
+        """Return and remove the first partition of the worker, which has ended."""
+        ended = self.ending or self.reading
+        assert ended is not None, "a worker without a partition reported an end"
+        if self.ending:
+            self.ending = None
+        else:
+            self.reading = None
+        return ended
 
 
 class WorkerPool(ABC):
@@ -71,7 +89,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def find_idle(self) -> PartitionWorker | None:
-        """Return a worker without a partition, or None if there is none."""
+        """Return a worker that can read a partition, or None if there is none."""
 
     @abstractmethod
     def receive(self, timeout: float | None) -> tuple[PartitionWorker, dict[str, Any]] | None:

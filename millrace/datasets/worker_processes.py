@@ -48,7 +48,7 @@ class WorkerProcess(PartitionWorker):
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
-        self.assignment = Assignment(job, lease)
+        self.reading = Assignment(job, lease)
         self.send_job(job)
 
     def send_job(self, job: PartitionJob) -> None:
@@ -89,7 +89,7 @@ class WorkerProcess(PartitionWorker):
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 message = orjson.loads(line)
-                if message.keys() & {"ended", "failed"}:
+                if self._watched and self._watched[0] == message.get("ended", {}).get("partition"):
                     self._watched = None
                 yield message
 
@@ -190,11 +190,12 @@ class ProcessPool(WorkerPool):
     @property
     def is_busy(self) -> bool:
         """True if a worker has a partition."""
-        return any(worker.assignment for worker in self._workers)
+        return any(worker.is_busy for worker in self._workers)
 
     def find_idle(self) -> WorkerProcess | None:
-        """Return a worker without a partition, or None if there is none."""
-        return next((worker for worker in self._workers if not worker.assignment), None)
+        """Return a worker that can read a partition, or None if there is none."""
+        idle = (worker for worker in self._workers if not worker.reading)
+        return min(idle, key=lambda worker: worker.is_busy, default=None)
 
     def receive(self, timeout: float | None) -> tuple[PartitionWorker, dict[str, Any]] | None:
         """Return the next message of a worker; an empty message means that the worker has ended."""

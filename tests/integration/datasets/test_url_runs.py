@@ -26,7 +26,7 @@ from millrace.datasets import (
     repair_dataset,
     verify_dataset,
 )
-from millrace.datasets.partition import shard_partition
+from millrace.datasets.partition import ShardBuffers, write_partition
 from millrace.datasets.pipeline import _make_jobs
 from millrace.datasets.plan import commit_plan, make_plan
 from millrace.datasets.progress_events import (
@@ -167,11 +167,12 @@ class Partition:
             self.job.source, self.files, self.store, types=self.job.layout.fields,
             downloads=self.job.downloads, allow_private=True,
         )  # fmt: skip
-        return shard_partition(
-            self.store, source, self.keys, self.job.layout, self.job.partition,
-            plan_digest=self.job.plan_digest, uploads=2, progress=progress, notes=RowNotes(),
+        buffers = ShardBuffers(self.job.layout, 2)
+        return write_partition(
+            self.store, source, self.keys, buffers, self.job.partition,
+            plan_digest=self.job.plan_digest, progress=progress, notes=RowNotes(),
             is_reproducible=False,
-        )  # fmt: skip
+        )()  # fmt: skip
 
 
 @pytest.mark.parametrize("boundary", [ShardEncoded, ShardUploaded])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from millrace.datasets.partition import shard_partition
+from millrace.datasets.partition import ShardBuffers, write_partition
 from millrace.datasets.sample import Row, Sample
 from millrace.datasets.sources import SourceSettings, open_files, open_source, partition_source
 from millrace.datasets.sources.base import Division
@@ -79,17 +79,16 @@ def test_a_transform_works_after_the_note_about_the_row_before(
         shard_bytes=1 << 20,
         shard_samples=100,
     )
-    shard_partition(
+    write_partition(
         store,
         TransformedSource(open_source(divided.record, files, store), chain),
         keys,
-        layout,
+        ShardBuffers(layout, 1),
         divided.partitions[0],
         plan_digest=compute_digest(b""),
-        uploads=1,
         progress=ignore_event,
         notes=notes,
-    )
+    )()
     names = [name for names, _ in first.found for name in names]
     assert len(names) == 9
     assert [name for _, (_, name) in first.found] == ["", *names[:-1]]
