@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -44,7 +45,7 @@ from millrace.lease import (
     acquire,
     find_holder,
 )
-from millrace.progress import Progress, serialize_events
+from millrace.progress import Event, Progress, serialize_events
 from millrace.records import read_records
 from millrace.schemas.dataset import Partition, PartitionEnd
 from millrace.storage import Store, exists, list_objects
@@ -280,12 +281,17 @@ def _run_in_process(
 ) -> None:
     pause, notes = threading.Event(), RowNotes()
     runner = JobRunner(notes)
+    ending: Future[None] | None = None
 
-    def finish_partition(finish: Callable[[], PartitionEnd], lease: Lease) -> None:
-        finish()
+    def report_unless_failed(event: Event) -> None:
+        _raise_fault(ending)  # the error of one partition ends the reading of the next
+        progress(event)
+
+    def finish_partition(job: PartitionJob, lease: Lease, finish: Callable[[], object]) -> None:
+        with _watch_partition(job, RowNotes(), progress):
+            finish()
         leases.heartbeat.release(lease)
 
-    ending: Future[None] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="end") as pool:
         while pending or ending:
             claimed = pending.claim_next(leases)
@@ -299,20 +305,32 @@ def _run_in_process(
                     ending = None
                 continue
             job, lease = claimed
-            finish = _write_partition_here(job, runner, notes, progress)
-            if ending is not None:
-                ending.result()
-            ending = pool.submit(finish_partition, finish, lease)
+            try:
+                with _watch_partition(job, notes, progress):
+                    finish = runner.write_partition(job, report_unless_failed)
+            except BaseException:
+                _raise_fault(ending)  # the first error
+                raise
+            before, ending = ending, pool.submit(finish_partition, job, lease, finish)
+            del finish  # with the source, which is not kept while the next one is read
+            if before is not None:
+                before.result()
 
 
-def _write_partition_here(
-    job: PartitionJob, runner: JobRunner, notes: RowNotes, progress: Progress
-) -> Callable[[], PartitionEnd]:
+def _raise_fault(ending: "Future[None] | None") -> None:
+    """Raise the error of a partition's end, if it is there by now."""
+    if ending is not None and ending.done():
+        ending.result()
+
+
+def _watch_partition(
+    job: PartitionJob, notes: RowNotes, progress: Progress
+) -> AbstractContextManager[None]:
+    """Watch a partition that this process shards, and report each time without a row."""
     partition = job.partition.name
-    with watch_in_thread(
+    return watch_in_thread(
         notes, lambda stall: progress(PartitionStalled(partition=partition, **stall._asdict()))
-    ):
-        return runner.write_partition(job, progress)
+    )
 
 
 class _Driver:

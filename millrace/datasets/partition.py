@@ -11,6 +11,7 @@ the first commit counts. A machine whose commit comes second continues after the
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -75,10 +76,14 @@ class ShardBuffers:
         layout: Layout of the shards.
         uploads: Number of concurrent uploads. Memory: ``shard_bytes * (uploads + 1)`` for each
             format, and one sample if a sample is larger than ``shard_bytes``.
+
+    Attributes:
+        uploading: Semaphore that an upload holds while it compresses and sends shards.
     """
 
     def __init__(self, layout: ShardLayout, uploads: int) -> None:
         self.layout, self.uploads = layout, uploads
+        self.uploading = threading.Semaphore(uploads)
         self._free: queue.SimpleQueue[ShardSet] = queue.SimpleQueue()
         for _ in range(uploads + 1):
             self._free.put(ShardSet(layout))
@@ -459,16 +464,9 @@ class _ShardUploader:
 
     def _upload_commit(self, pending: _PendingCommit) -> ShardCommit:
         name, samples = pending.name, pending.shards.samples
-        shards: list[CommittedShard] = []
-        if samples:
-            for shard_format, data, offsets in zip(
-                pending.shards.formats,
-                pending.shards.close(),
-                pending.shards.sample_offsets,
-                strict=True,
-            ):
-                shards.append(self._upload_shard(pending, shard_format, data, offsets))
-        quarantine = self._upload_quarantine(pending)
+        with self._buffers.uploading:  # the partition before may still upload
+            shards = self._upload_shards(pending) if samples else []
+            quarantine = self._upload_quarantine(pending)
         size = sum(shard.size for shard in shards)
         self.progress(
             ShardUploaded(partition=name.partition, number=name.number, samples=samples, size=size)
@@ -489,6 +487,15 @@ class _ShardUploader:
             bad_rows=None if pending.rows is None else pending.bad_share,
             plan_digest=self._plan_digest,
         )
+
+    def _upload_shards(self, pending: _PendingCommit) -> list[CommittedShard]:
+        made = zip(
+            pending.shards.formats,
+            pending.shards.close(),
+            pending.shards.sample_offsets,
+            strict=True,
+        )
+        return [self._upload_shard(pending, *one) for one in made]
 
     def _upload_shard(
         self,

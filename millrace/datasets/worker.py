@@ -123,6 +123,11 @@ class JobRunner:
         buffers, self._buffers = self._buffers, None  # not used again after an error
         if buffers is None or (buffers.layout, buffers.uploads) != (job.layout, job.uploads):
             buffers = ShardBuffers(job.layout, job.uploads)
+
+        def report_read() -> None:
+            if isinstance(files, MirroredFiles):
+                progress(SourceRead(partition=job.partition.name, served=files.served))
+
         try:
             finish = write_partition(
                 store,
@@ -135,11 +140,18 @@ class JobRunner:
                 notes=self._notes,
                 is_reproducible=job.source.is_reproducible,
             )
-        finally:
-            if isinstance(files, MirroredFiles):
-                progress(SourceRead(partition=job.partition.name, served=files.served))
+        except BaseException:
+            report_read()
+            raise
         self._buffers = buffers
-        return finish
+
+        def finish_and_report() -> PartitionEnd:
+            try:
+                return finish()
+            finally:
+                report_read()
+
+        return finish_and_report
 
 
 def _open_source_files(
@@ -259,6 +271,7 @@ def main() -> None:
             ending.result()
             driver.send({"read": partition})
             ending = pool.submit(_finish_partition, driver, partition, finish)
+            del finish  # with the source, which is not kept while the next one is read
 
 
 def _finish_partition(

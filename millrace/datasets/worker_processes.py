@@ -45,6 +45,7 @@ class WorkerProcess(PartitionWorker):
         self._process, self._output, self._notes = process, output, notes
         self._listener: threading.Thread | None = None
         self._watched: tuple[str, StallWatch] | None = None  # partition of the job, and its watch
+        self._last_ended = ""  # partition
 
     def start(self, job: PartitionJob, lease: Lease) -> None:
         """Start to shard a partition."""
@@ -89,15 +90,15 @@ class WorkerProcess(PartitionWorker):
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 message = orjson.loads(line)
-                if self._watched and self._watched[0] == message.get("ended", {}).get("partition"):
-                    self._watched = None
+                if "ended" in message:
+                    self._last_ended = message["ended"]["partition"]
                 yield message
 
     def _look_for_stall(self) -> Iterator[dict[str, Any]]:
         if self._watched is None:
             return
         partition, watch = self._watched
-        if stall := watch.look():
+        if partition != self._last_ended and (stall := watch.look()):
             event = PartitionStalled(partition=partition, pid=self.pid, **stall._asdict())
             yield {"event": [_OWN_EVENT, encode_partition_event(event)]}
 

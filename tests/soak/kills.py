@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
@@ -64,7 +64,7 @@ class _KillRun:
         self._is_complete = False
         self._killed_workers: dict[int, Target] = {}
         self._deaths: Counter[str] = Counter()
-        self._partitions: dict[int, str] = {}
+        self._partitions: defaultdict[int, set[str]] = defaultdict(set)  # open ones of a worker
 
     def run(self) -> DriverExit:
         """Read the driver's announcements, and kill at the targets."""
@@ -100,12 +100,15 @@ class _KillRun:
         """Count the deaths of workers on each partition, as the driver does, and the kills."""
         self._is_complete |= message.kind == COMPLETE
         if message.kind == "worker.lost":
-            self._deaths[self._partitions.pop(message.pid, "")] += 1
+            self._deaths.update(self._get_partitions(message.pid))
+            self._partitions.pop(message.pid, None)
             if message.pid not in self._killed_workers:
                 check_worker_alive(self._child, message)
             self._tally.count_kill(self._killed_workers.pop(message.pid), self._case.store)
         elif message.partition:
-            self._partitions[message.pid] = message.partition
+            self._partitions[message.pid].add(message.partition)
+            if message.kind == "partition.ended":
+                self._partitions[message.pid].discard(message.partition)
             if message.kind == "shard.committed":
                 self._deaths.pop(message.partition, None)
 
@@ -131,9 +134,15 @@ class _KillRun:
         """Decide whether a worker can be killed without ending the driver."""
         if message.pid in {self._child.pid, *self._killed_workers} or message.kind == "worker.lost":
             return False
-        partition = self._partitions.get(message.pid, "")
-        dying = sum(self._partitions.get(pid) == partition for pid in self._killed_workers)
-        return self._deaths[partition] + dying < _MAX_DEATHS
+        dying = Counter(one for pid in self._killed_workers for one in self._get_partitions(pid))
+        return all(
+            self._deaths[one] + dying[one] < _MAX_DEATHS
+            for one in self._get_partitions(message.pid)
+        )
+
+    def _get_partitions(self, pid: int) -> set[str]:
+        """Return the open partitions of a worker; an empty name for one that is not known yet."""
+        return self._partitions[pid] or {""}
 
     def _skip_missed_targets(self, message: Announcement) -> None:
         """Skip the targets that the driver cannot reach any more once it finalizes the dataset."""

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from millrace import errors
 from millrace.datasets import PipelineSettings, partition, shard_dataset
 from millrace.datasets.loader import ShardLoader
 from millrace.datasets.progress_events import PartitionOpened, ShardUploaded, WorkerLost
 from millrace.datasets.worker_pool import PartitionWorker
 from millrace.datasets.worker_processes import WorkerProcess
+from millrace.keys.datasets import CommitName, DatasetKeys
 from millrace.progress import Event
-from millrace.storage import create
+from millrace.records import fetch
+from millrace.schemas.dataset import DatasetPlan
+from millrace.storage import create, delete, list_objects, open_store
 
 ROWS = 300
 
@@ -64,6 +68,30 @@ def test_the_process_of_the_run_reads_the_next_partition_during_an_upload(
     shard_dataset(settings, progress=note_opened)
     assert len(opened) == 3
     assert read_texts(settings) == TEXTS
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_error_of_a_partition_that_ends_is_that_of_the_run(
+    tmp_path: Path, workers: int
+) -> None:
+    settings, opened = make_settings(tmp_path, workers), list[str]()
+    store = open_store(settings.store)
+    shard_dataset(settings)
+    keys = DatasetKeys(settings.dataset)
+    delete(store, {stat.key for stat in list_objects(store, keys.dataset)} - {keys.plan})
+    (first, *_) = fetch(store, keys.plan, DatasetPlan).partitions
+    key = keys.make_shard_key("webdataset", first.split, CommitName(first.name, 0), "tar", "")
+    create(store, key, b"another program's")
+
+    def note_opened(event: Event) -> None:
+        if isinstance(event, PartitionOpened):
+            opened.append(event.partition)
+
+    with pytest.raises(errors.ConflictError, match="is already there with other bytes"):
+        shard_dataset(settings, progress=note_opened)
+    assert 1 <= len(opened) <= 2
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("put", "commit", "end"))]
 
 
 class HeldWorkers:
