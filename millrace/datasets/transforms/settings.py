@@ -17,6 +17,7 @@ from pydantic import (
 
 from millrace.datasets.field_names import check_distinct, check_field_name
 from millrace.digest import OwnDigest
+from millrace.formatting import shorten_url
 from millrace.settings import Size
 
 _FUNCTION = re.compile(r"(?P<where>[^:].*):(?P<name>[A-Za-z_]\w*)")
@@ -143,6 +144,10 @@ class JoinSettings(BaseModel):
     @field_validator("table")
     @classmethod
     def _check_table(cls, table: str) -> str:
+        if "://" in table and re.search("[?#]", table):  # which may be a signature
+            raise ValueError(
+                f"the URL {shorten_url(table)} has a query: name a URL without one, or a file"
+            )
         if PurePosixPath(table).suffix.lower() not in {".csv", ".tsv", ".jsonl", ".parquet"}:
             raise ValueError(
                 f"{table!r} is no table that can be read: name a file .csv, .tsv, .jsonl or "

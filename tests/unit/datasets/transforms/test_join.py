@@ -220,6 +220,7 @@ def test_a_field_compares_whole_values():
     ("settings", "message"),
     [
         ({"table": "m.xlsx"}, "name a file .csv, .tsv, .jsonl or .parquet"),
+        ({"table": "https://a:1/m.csv?X=s"}, "the URL https://a has a query: name a URL without"),
         ({"table": "m.csv", "columns": {}}, "at least 1 item"),
         ({"table": "m.csv", "columns": {"a": "x", "A": "y"}}, "upper and lower case"),
         ({"table": "m.csv", "missing": "ignore"}, "'quarantine', 'drop' or 'keep'"),
