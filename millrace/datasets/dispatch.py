@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -311,7 +312,8 @@ def _run_in_process(
             except BaseException:
                 _raise_fault(ending)  # the first error
                 raise
-            before, ending = ending, pool.submit(finish_partition, job, lease, finish)
+            context = copy_context()  # of the caller, whose `progress` may need it
+            before, ending = ending, pool.submit(context.run, finish_partition, job, lease, finish)
             del finish  # with the source, which is not kept while the next one is read
             if before is not None:
                 before.result()
