@@ -70,12 +70,10 @@ class PartitionWorker(ABC):
 
     def finish(self) -> Assignment:
         """Return and remove the first partition of the worker, which has ended."""
-        ended = self.ending or self.reading
+        ended, self.ending = self.ending, None
+        if ended is None:
+            ended, self.reading = self.reading, None
         assert ended is not None, "a worker without a partition reported an end"
-        if self.ending:
-            self.ending = None
-        else:
-            self.reading = None
         return ended
 
 

@@ -54,6 +54,7 @@ class WorkerProcess(PartitionWorker):
 
     def send_job(self, job: PartitionJob) -> None:
         """Let the process shard a partition."""
+        self._last_ended = ""  # the partition of another run can have the same name
         self._watched = job.partition.name, StallWatch(self._notes)
         self._send({"job": job.reveal()})
 
