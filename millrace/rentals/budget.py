@@ -6,7 +6,7 @@ from millrace.rentals.machines import Machine
 from millrace.rentals.offers import MAX_LIFETIME, Offer
 from millrace.rentals.settings import RentalSettings
 from millrace.rentals.state import RentalState
-from millrace.rentals.vast.api import DESTROY_INTERVAL
+from millrace.rentals.vast.api import BRIEF_LISTING_TIME, DESTROY_INTERVAL
 from millrace.schemas.rental import MoneyLimits
 
 PRICE_TOLERANCE = 1.1
@@ -98,10 +98,12 @@ class Budget:
     def find_excess(self, state: RentalState, now: datetime) -> str:
         """Return the reason why the rental must end; empty if money and time are left.
 
-        The cost until the next check, and during the release of all machines, counts as spent.
+        The cost until the next check, during a listing of the last prices, and during the release
+        of all machines, counts as spent.
         """
         release_time = compute_release_time(len(state.machines) + len(state.releasing))
-        reserved_time = self._settings.timeouts.poll_interval + release_time
+        poll_interval = self._settings.timeouts.poll_interval
+        reserved_time = poll_interval + BRIEF_LISTING_TIME + release_time
         reserved_cost = reserved_time / timedelta(hours=1) * state.dollars_per_hour
         cost = state.compute_cost(now)
         if cost + reserved_cost >= self._request.max_total:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 
 from millrace import errors
@@ -12,7 +12,7 @@ from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import DESTROY_TIMEOUT, LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.labels import Label
 from millrace.rentals.ledger import find_attempt
-from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
@@ -55,7 +55,8 @@ class MachineReleaser:
     ) -> None:
         """Destroy machines, wait until a listing shows none, and record their release.
 
-        The machines whose release has started are included.
+        The machines whose release has started are included. A host can have raised its price since
+        the last listing, so the costs are computed with the prices of one more.
 
         Args:
             decisions: Decisions about the machines.
@@ -65,9 +66,9 @@ class MachineReleaser:
         Raises:
             UnavailableError: Some machines may still exist. The reaper releases them.
         """
-        self._destroy(
-            [*self._state.releasing.values(), *decisions], ignore_listing_lag=ignore_listing_lag
-        )
+        decisions = [*self._state.releasing.values(), *decisions]
+        self._update_prices([one.machine for one in decisions])
+        self._destroy(decisions, ignore_listing_lag=ignore_listing_lag)
 
     def destroy_unrecorded(self, instances: Iterable[Instance], installation: str) -> None:
         """Send destroy requests for machines of this rental whose intents are damaged or missing.
@@ -97,6 +98,16 @@ class MachineReleaser:
                         one.id,
                     )
                     context.vast.destroy_instance(one.id)
+
+    def _update_prices(self, machines: Collection[Machine]) -> None:
+        """Update the prices of machines, if the API lists them soon."""
+        if not machines:
+            return
+        with contextlib.suppress(errors.MillraceError):  # it must not prevent the release
+            instances = self._context.vast.list_instances(is_brief=True)
+            for machine in machines:
+                if instance := machine.attempt.find_instance(instances):
+                    self._context.update_instance(machine, instance)
 
     def _destroy(
         self,

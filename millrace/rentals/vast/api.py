@@ -31,9 +31,11 @@ T = TypeVar("T")
 
 DESTROY_INTERVAL = timedelta(seconds=3)
 """Time from the answer to a destroy request until the next one, by the thresholds of the API."""
+BRIEF_LISTING_TIME = timedelta(minutes=1)
+"""Longest time of a brief listing."""
 _RETRY_TIMEOUT = timedelta(minutes=2)
 _REQUEST_TIMEOUT = 60.0  # seconds until a request without a complete answer fails
-_DESTROY_TIMEOUT = 20.0  # shorter for destroy requests, so that one does not delay the others
+_BRIEF_REQUEST_TIMEOUT = 20.0  # shorter for requests that delay the release of machines
 _MAX_TEXT_LENGTH = 500  # characters of an answer in an error
 _MAX_PAGES = 400  # of a listing, of 25 machines each
 _LISTING_TIMEOUT = 900.0  # seconds until a listing whose pages go on counts as incomplete
@@ -189,7 +191,7 @@ class VastClient:
     ) -> None:
         self._key = key
         self._sdk: Any = _make_bounded_sdk_client(key, url, _REQUEST_TIMEOUT)
-        self._destroy_sdk: Any = _make_bounded_sdk_client(key, url, _DESTROY_TIMEOUT)
+        self._brief_sdk: Any = _make_bounded_sdk_client(key, url, _BRIEF_REQUEST_TIMEOUT)
         self._identity = ""
         self.url: str = self._sdk.client.server_url
         """URL of the API, which machines also use."""
@@ -282,15 +284,21 @@ class VastClient:
 
         return self._send_with_retries(RequestKind.CREATE, send, is_idempotent=False)
 
-    def list_instances(self) -> list[Instance]:
+    def list_instances(self, *, is_brief: bool = False) -> list[Instance]:
         """Return all machines of the account.
+
+        Args:
+            is_brief: Whether to give up within `BRIEF_LISTING_TIME`, before a release of machines
+                that does not depend on the answer.
 
         Raises:
             UnavailableError: The list cannot be read completely.
             DeniedError: The API does not know the key.
         """
-        end = self.clock.monotonic() + self._retry_timeout
-        while (found := self._list_pages()) is None:
+        now = self.clock.monotonic()
+        brief_end = now + BRIEF_LISTING_TIME.total_seconds() - _BRIEF_REQUEST_TIMEOUT
+        end = brief_end if is_brief else now + self._retry_timeout
+        while (found := self._list_pages(brief_end if is_brief else None)) is None:
             if self.clock.monotonic() >= end:
                 raise errors.UnavailableError(
                     "Vast.ai's list of instances is incomplete, so the rented machines are not "
@@ -299,16 +307,23 @@ class VastClient:
             self._pacer.delay(RequestKind.LIST, _PARTIAL_LIST_DELAY)
         return found
 
-    def _list_pages(self) -> list[Instance] | None:
-        """Return the machines of all pages; None if some are missing, or the pages do not end."""
+    def _list_pages(self, brief_end: float | None) -> list[Instance] | None:
+        """Return the machines of all pages; None if some are missing, or the pages do not end.
+
+        Args:
+            brief_end: Time after which a brief listing sends no other request; None for others.
+        """
         found: dict[int, Instance] = {}
-        end = self.clock.monotonic() + _LISTING_TIMEOUT
+        sdk = self._sdk if brief_end is None else self._brief_sdk
+        end = self.clock.monotonic() + _LISTING_TIMEOUT if brief_end is None else brief_end
         token = ""
         for _ in range(_MAX_PAGES):
             known = len(found)
             try:
                 page = self._send_with_retries(
-                    RequestKind.LIST, lambda token=token: self._fetch_page(token)
+                    RequestKind.LIST,
+                    lambda token=token: self._fetch_page(sdk, token),
+                    end=brief_end,
                 )
             except (errors.BudgetError, errors.ConfigurationError, errors.NotFoundError) as error:
                 # What another request would mean by such an answer is no news about the machines.
@@ -324,7 +339,7 @@ class VastClient:
                 return None  # the pages form a cycle, or go on without machines, or for too long
         return None
 
-    def _fetch_page(self, token: str) -> dict[str, Any]:
+    def _fetch_page(self, sdk: Any, token: str) -> dict[str, Any]:
         query: dict[str, Any] = {
             "select_filters": {},
             "order_by": [{"col": "id", "dir": "asc"}],
@@ -332,7 +347,7 @@ class VastClient:
         }
         if token:
             query["after_token"] = token
-        page: Any = self._sdk.show_instances_v1(query)
+        page: Any = sdk.show_instances_v1(query)
         if page.get("success", True) is not True:
             message = _extract_message(page) or "without a reason"
             raise _RetryableError(
@@ -353,7 +368,7 @@ class VastClient:
         """
 
         def send() -> None:
-            answer: Any = self._destroy_sdk.destroy_instance(instance_id)
+            answer: Any = self._brief_sdk.destroy_instance(instance_id)
             if answer.get("success") is not True:
                 self._raise_for_answer(200, answer, _extract_message(answer))
 
@@ -377,10 +392,16 @@ class VastClient:
         return self._send_with_retries(RequestKind.USER, send)
 
     def _send_with_retries(
-        self, kind: RequestKind, send: Callable[[], T], *, is_idempotent: bool = True
+        self,
+        kind: RequestKind,
+        send: Callable[[], T],
+        *,
+        is_idempotent: bool = True,
+        end: float | None = None,
     ) -> T:
-        """Send a request until an answer arrives, or the retry timeout has passed."""
-        end = self.clock.monotonic() + self._retry_timeout
+        """Send a request until an answer arrives, or until an end, by default the retry timeout."""
+        if end is None:
+            end = self.clock.monotonic() + self._retry_timeout
         pause = _INTERVALS[kind]
         while True:
             with self._pacer.hold_turn(kind):

@@ -69,6 +69,20 @@ def test_a_listing_goes_over_its_pages(world: Reset) -> None:
     assert sum(one["call"] == "list" for one in account.server.list_requests()) == 3
 
 
+@pytest.mark.parametrize("fault", ["error500", "json429", "lost", "cut", "part"])
+def test_a_brief_listing_gives_up_within_its_time(world: Reset, fault: str) -> None:
+    account = world()
+    planted = [account.server.plant(f"{number}") for number in range(60)]
+    account.server.fail_next(2, fault, "list")
+    vast = account.vast
+    assert [one.id for one in vast.list_instances(is_brief=True)] == planted
+    account.server.fail_next(1000, fault, "list")
+    start = vast.clock.monotonic()
+    with pytest.raises(errors.UnavailableError):
+        vast.list_instances(is_brief=True)
+    assert vast.clock.monotonic() - start <= api.BRIEF_LISTING_TIME.total_seconds()
+
+
 @pytest.mark.parametrize(
     "fault", ["error500", "error502", "text429", "json429", "lost", "cut", "slow", "trickle"]
 )
@@ -98,7 +112,7 @@ def test_what_may_be_asked_again_is_asked_again(
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the requests of the next clients one second, by the clock of this machine."""
     monkeypatch.setattr(api, "_REQUEST_TIMEOUT", 1.0)
-    monkeypatch.setattr(api, "_DESTROY_TIMEOUT", 1.0)
+    monkeypatch.setattr(api, "_BRIEF_REQUEST_TIMEOUT", 1.0)
 
 
 @pytest.mark.soak
@@ -233,7 +247,7 @@ def test_a_list_whose_pages_do_not_end_is_unreadable(world: Reset, rows: int) ->
     vast = world().vast
     pages = 0
 
-    def fetch(token: str) -> dict[str, Any]:
+    def fetch(_: object, token: str) -> dict[str, Any]:
         nonlocal pages
         pages += 1
         machines = [Instance.from_row({"id": pages})] * rows

@@ -543,10 +543,10 @@ def test_the_heartbeat_stops_while_a_poll_hangs_and_not_while_no_one_polls(world
     vast, store, keys = account.vast, open_store(account.store), RentalKeys("fleet")
     list_instances, is_hanging, resume = vast.list_instances, threading.Event(), threading.Event()
 
-    def hang() -> list[Instance]:
+    def hang(**options: bool) -> list[Instance]:
         is_hanging.set()
         assert resume.wait(60)
-        return list_instances()
+        return list_instances(**options)
 
     with Rental(account.make_settings(), vast=vast) as rental:
         rental._timer._clock = lambda: elapsed

@@ -78,7 +78,7 @@ class FakeVast:
     def identify_account(self) -> str:
         return "user-1"
 
-    def list_instances(self) -> list[Instance]:
+    def list_instances(self, *, is_brief: bool = False) -> list[Instance]:
         return list(self.instances.values())
 
     def destroy_instance(self, instance_id: int) -> None:

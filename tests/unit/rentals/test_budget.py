@@ -52,10 +52,10 @@ def test_the_expected_traffic_shortens_the_life_of_a_detached_machine(tmp_path: 
 def test_money_for_the_next_poll_and_for_the_release_is_reserved(tmp_path: Path) -> None:
     budget = make_budget(tmp_path, max_total=1.0, poll_interval=timedelta(minutes=10))
     state = RentalState(slot_count=1, active={0: make_machine(tmp_path)})
-    reserve = timedelta(minutes=12, seconds=3)  # the interval, and the release of one machine
+    reserve = timedelta(minutes=13, seconds=3)  # the interval, and the release of one machine
     before, after = (START + 2 * HOUR - reserve + timedelta(seconds=one) for one in (-10, 10))
     assert budget.find_excess(state, before) == ""
-    assert budget.find_excess(state, after) == "$0.90 of $1.00 are spent"
+    assert budget.find_excess(state, after) == "$0.89 of $1.00 are spent"
 
 
 def test_money_is_reserved_until_the_last_of_many_machines_is_destroyed(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_money_is_reserved_until_the_last_of_many_machines_is_destroyed(tmp_path
     ]
     state = RentalState(slot_count=100, active=dict(enumerate(machines)))
     state.start_release(ReleaseDecision(machines[0], ReleaseReason.DEAD, ""))
-    reserve = timedelta(minutes=12 + 5)  # a destroy request every three seconds
+    reserve = timedelta(minutes=13 + 5)  # a destroy request every three seconds
     before, after = (START + 2 * HOUR - reserve + timedelta(seconds=one) for one in (-1, 1))
     assert budget.find_excess(state, before) == ""
-    assert budget.find_excess(state, after) == "$85.85 of $100.00 are spent"
+    assert budget.find_excess(state, after) == "$85.01 of $100.00 are spent"
 
 
 def test_the_deadline_of_a_machine_ends_the_rental(tmp_path: Path) -> None:

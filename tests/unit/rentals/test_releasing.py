@@ -103,6 +103,27 @@ def test_a_released_machine_is_destroyed_recorded_and_reported(bench: Bench) -> 
     assert (event.machine, event.reason) == ("fleet/0", ReleaseReason.DONE)
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_cost_of_a_released_machine_has_the_price_at_its_release(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_listed: bool
+) -> None:
+    """A host has raised its price since the last listing. Without a listing, it is unknown."""
+    bench.vast.clock.sleep(3600)
+    machine = bench.state.active[0]
+    bench.vast.add(1, machine.attempt.intent.label, dph_total=1.5)
+    list_instances = bench.vast.list_instances
+
+    def list_unless_brief(*, is_brief: bool = False) -> list[Instance]:
+        if is_brief and not is_listed:
+            raise errors.UnavailableError("no answer")
+        return list_instances()
+
+    monkeypatch.setattr(bench.vast, "list_instances", list_unless_brief)
+    bench.releaser.release([ReleaseDecision(machine, ReleaseReason.OVER_BUDGET, "spent")])
+    assert set(bench.vast.instances) == {2, 9}
+    assert bench.state.costs[0] == pytest.approx(1.5 if is_listed else 0.5, rel=0.01)
+
+
 def test_a_machine_that_was_never_rented_costs_nothing(bench: Bench) -> None:
     bench.vast.clock.sleep(3600)
     machine = bench.state.active[0]
