@@ -11,6 +11,7 @@ from millrace.schemas.rental import MoneyLimits
 
 PRICE_TOLERANCE = 1.1
 """Multiple of the offered price above which a price counts as raised."""
+_TRAFFIC_PERIOD = timedelta(minutes=10)  # shortest time of an average, as machines begin with most
 _TRAFFIC_ALLOWANCE = 10e9  # bytes that a machine of any age may claim to have transferred
 _CONFIRMATION_TIME = timedelta(minutes=2)  # until a listing shows no machine any more
 _MAX_HOURS = MAX_LIFETIME / timedelta(hours=1)
@@ -47,15 +48,21 @@ class Budget:
         """
         lifetime = self._request.max_lifetime
         if self._is_detached:
-            traffic = (
-                self._request.download * offer.download_dollars_per_gb
-                + self._request.upload * offer.upload_dollars_per_gb
-            )
-            money_left = self._request.max_total - state.compute_cost(started_at)
-            share = min(self._limits.share, money_left / max(1, state.slot_count - len(state.done)))
-            affordable_hours = max(0.0, share - traffic) / max(offer.dollars_per_hour, _MIN_PRICE)
-            lifetime = min(lifetime, timedelta(hours=min(affordable_hours, _MAX_HOURS)))
+            lifetime = min(lifetime, self._compute_affordable_time(offer, started_at, state))
         return started_at + lifetime
+
+    def _compute_affordable_time(
+        self, offer: Offer, now: datetime, state: RentalState
+    ) -> timedelta:
+        """Return the time after which a detached machine has cost its share of the money."""
+        traffic = (
+            self._request.download * offer.download_dollars_per_gb
+            + self._request.upload * offer.upload_dollars_per_gb
+        )
+        money_left = self._request.max_total - state.compute_cost(now)
+        share = min(self._limits.share, money_left / max(1, state.slot_count - len(state.done)))
+        hours = max(0.0, share - traffic) / max(offer.dollars_per_hour, _MIN_PRICE)
+        return timedelta(hours=min(hours, _MAX_HOURS))
 
     def compute_detached_end(self, state: RentalState, now: datetime) -> datetime | None:
         """Return when machines without an owner have to end, as the money is spent then.
@@ -101,12 +108,11 @@ class Budget:
         The cost until the next check, during a listing of the last prices, and during the release
         of all machines, counts as spent.
         """
-        release_time = compute_release_time(len(state.machines) + len(state.releasing))
-        poll_interval = self._settings.timeouts.poll_interval
-        reserved_time = poll_interval + BRIEF_LISTING_TIME + release_time
-        reserved_cost = reserved_time / timedelta(hours=1) * state.dollars_per_hour
+        machines = [*state.machines, *(one.machine for one in state.releasing.values())]
+        traffic = sum(_compute_traffic_rate(one, now) for one in machines)
+        hours = self._compute_reserved_time(len(machines)) / timedelta(hours=1)
         cost = state.compute_cost(now)
-        if cost + reserved_cost >= self._request.max_total:
+        if cost + hours * (state.dollars_per_hour + traffic) >= self._request.max_total:
             return f"${cost:.2f} of ${self._request.max_total:.2f} are spent"
         expired = [
             one
@@ -114,6 +120,35 @@ class Budget:
             if now >= one.attempt.intent.deadline and one.estimated_end is None
         ]  # a machine that no listing has shown is released as lost, or counts as done
         return f"the deadline of machine {expired[0].name} has passed" if expired else ""
+
+    def find_shortage(self, offer: Offer, state: RentalState, now: datetime) -> str:
+        """Return the reason why the money is not enough for one more machine; empty if it is.
+
+        It is not if the next check would release the machine.
+
+        Args:
+            offer: Offer of the machine.
+            state: Machines of the rental so far, and their costs.
+            now: Current time.
+        """
+        reserved_time = self._compute_reserved_time(len(state.machines) + len(state.releasing) + 1)
+        dollars_per_hour = state.dollars_per_hour + offer.dollars_per_hour
+        cost, max_total = state.compute_cost(now), self._request.max_total
+        is_short = cost + reserved_time / timedelta(hours=1) * dollars_per_hour >= max_total
+        if self._is_detached and not is_short:
+            is_short = self._compute_affordable_time(offer, now, state) <= reserved_time
+        if not is_short:
+            return ""
+        return (
+            f"No machine is added to {self._settings.name}: ${cost:.2f} of ${max_total:.2f}"
+            f" are spent, and the rest does not pay for one at ${offer.dollars_per_hour:.3f} an "
+            "hour, with its traffic."
+        )
+
+    def _compute_reserved_time(self, machines: int) -> timedelta:
+        """Return the time until the next check, and until the last machine is released then."""
+        poll_interval = self._settings.timeouts.poll_interval
+        return poll_interval + BRIEF_LISTING_TIME + compute_release_time(machines)
 
     def is_raised(self, machine: Machine, dollars_per_hour: float) -> bool:
         """Tell whether a price is within the limit, but above the offered and last reported price.
@@ -210,6 +245,12 @@ def check_traffic(machine: Machine, now: datetime, limits: MoneyLimits) -> str:
     if limits.machines > 1 and traffic_cost > limits.share:
         return f"the traffic of the machine has cost ${traffic_cost:.2f}, more than its share"
     return ""
+
+
+def _compute_traffic_rate(machine: Machine, now: datetime) -> float:
+    """Compute the dollars an hour that the reported traffic of a machine has cost on average."""
+    age = max(_TRAFFIC_PERIOD, now - machine.attempt.intent.started_at)
+    return _compute_traffic_cost(machine, now) / (age / timedelta(hours=1))
 
 
 def _compute_traffic_cost(machine: Machine, now: datetime) -> float:

@@ -59,7 +59,7 @@ class RentalContext:
         """
         machine.instance = instance
         if instance is not None:
-            machine.estimated_end = None
+            machine.note_listed(instance)
             machine.attempt = record_price(
                 self.store, self.settings.name, machine.attempt, instance.dollars_per_hour
             )

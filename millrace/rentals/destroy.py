@@ -42,10 +42,15 @@ def record_release(
     commit_once(store, RentalKeys(rental).make_released_key(attempt.number), released)
 
 
+def _ignore_listed(_: str, __: Instance) -> None:
+    pass
+
+
 def destroy_machines(
     vast: VastClient,
     machines: Mapping[str, int | None],
     on_destroyed: Callable[[str], None],
+    on_listed: Callable[[str, Instance], None] = _ignore_listed,
     *,
     past_listing_lag: Collection[str] = (),
     timeout: timedelta = DESTROY_TIMEOUT,
@@ -59,6 +64,7 @@ def destroy_machines(
         machines: Labels of the machines, each with the number of the machine; None if the number is
             unknown. With a number, the label may be any unique name.
         on_destroyed: Called with each label once its machine is gone.
+        on_listed: Called with each label whose machine a listing shows, and its description.
         past_listing_lag: Labels whose create request is older than `LISTING_LAG`. A machine with
             one of these labels and without a number is gone once a listing lacks the label. With
             other labels, the function waits for the lag first.
@@ -82,12 +88,13 @@ def destroy_machines(
                 accepted |= set() if error_text else {label}
         destroyed: list[str] = []
         try:
-            listed = {_match_label(one, remaining): one.id for one in vast.list_instances()}
+            listed = {_match_label(one, remaining): one for one in vast.list_instances()}
         except errors.MillraceError as error:
             last_error = errors.format_error(error)
         else:
             for label in listed.keys() & remaining.keys():
-                _try_destroy(vast, listed[label])
+                on_listed(label, listed[label])
+                _try_destroy(vast, listed[label].id)
             is_past_lag = clock.monotonic() - started >= LISTING_LAG
             destroyed = _find_destroyed(
                 remaining, accepted, listed, remaining if is_past_lag else past_listing_lag
@@ -114,7 +121,7 @@ def destroy_machines(
 def _find_destroyed(
     remaining: Mapping[str, int | None],
     accepted: set[str],
-    listed: Mapping[str, int],
+    listed: Collection[str],
     past_listing_lag: Collection[str],
 ) -> list[str]:
     """Return the labels whose machines are gone, by a listing."""

@@ -150,8 +150,8 @@ class MachineStarter:
         Raises:
             BudgetError: The money or the time is spent. All machines were released.
             HeldError: Another owner has taken over the rental.
-            MachineError: Too many machines of this slot did not start, or were lost; or the rental
-                has had `MAX_ATTEMPTS`.
+            MachineError: Too many machines of this slot did not start, or were lost; the rental has
+                had `MAX_ATTEMPTS`; or the money suffices only for the machines that it has.
             NotFoundError: No offer fits.
             UnavailableError: The API does not answer, or create requests pause.
         """
@@ -160,6 +160,7 @@ class MachineStarter:
         for offer in self._offers.iterate(self._state.unavailable_host_ids):
             self._ownership.refuse_if_superseded()
             self._releaser.enforce_budget(self._budget)
+            self._refuse_unaffordable(offer)
             if self._take_offer(slot, offer):
                 return
         settings = self._context.settings
@@ -210,6 +211,19 @@ class MachineStarter:
             return False
         machine.attempt = replace(machine.attempt, contract=contract)
         return True
+
+    def _refuse_unaffordable(self, offer: Offer) -> None:
+        """Refuse to rent a machine that the next poll would release, as the money is spent then.
+
+        Raises:
+            BudgetError: The rental has no machine.
+            MachineError: It has others, which go on.
+        """
+        message = self._budget.find_shortage(offer, self._state, self._context.now())
+        if message and self._state.machines:
+            raise errors.MachineError(message)
+        if message:
+            raise errors.BudgetError(f"{message} Raise max_total, and start again.")
 
     def _take_offer(self, slot: int, offer: Offer) -> bool:
         """Take an offer; return whether there is a machine, or may be one.
@@ -270,7 +284,7 @@ class MachineStarter:
         """
         decision = ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, message)
         if may_exist:
-            self._releaser.release([decision], ignore_listing_lag=True)
+            self._releaser.release_refused(decision)
         else:
             self._releaser.record(decision, cost=0.0)
 

@@ -58,6 +58,10 @@ class Machine:
         listed_price = self.instance.dollars_per_hour if self.instance else 0.0
         return max(self.attempt.dollars_per_hour, listed_price)
 
+    def note_listed(self, instance: Instance) -> None:
+        """Remember the description of a listing. The machine is billed until now."""
+        self.instance, self.estimated_end = instance, None
+
     def compute_cost(self, now: datetime) -> float:
         """Compute the dollars that the machine has cost, with its traffic."""
         heartbeat = self.reports.heartbeat

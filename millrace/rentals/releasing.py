@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 
 from millrace import errors
@@ -11,14 +11,17 @@ from millrace.rentals.budget import Budget
 from millrace.rentals.context import RentalContext
 from millrace.rentals.destroy import DESTROY_TIMEOUT, LISTING_LAG, destroy_machines, record_release
 from millrace.rentals.labels import Label
-from millrace.rentals.ledger import find_attempt
+from millrace.rentals.ledger import find_attempt, record_price
 from millrace.rentals.machines import Machine, ReleaseDecision
 from millrace.rentals.progress_events import MachineReleased
+from millrace.rentals.reports import read_heartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.vast.instances import Instance
 from millrace.schemas.rental import ReleaseReason
 
 _LOGGED_TRY = 3  # number of the try to release a machine whose error is logged
+_REFUSED_TIMEOUT = timedelta(seconds=10)  # in which a machine of a refused request is destroyed
+_BRIEF_RETRIES = timedelta(seconds=5)  # of requests to the store that delay a release
 
 _log = logging.getLogger(__name__)
 
@@ -50,9 +53,20 @@ class MachineReleaser:
             if any(self._failed_tries[one] == _LOGGED_TRY for one in self._state.releasing):
                 _log.warning("%s The rental goes on meanwhile.", errors.format_error(error))
 
-    def release(
-        self, decisions: Iterable[ReleaseDecision], *, ignore_listing_lag: bool = False
-    ) -> None:
+    def release_refused(self, decision: ReleaseDecision) -> None:
+        """Try for some seconds to release the machine of a refused create request.
+
+        One listing without the machine is enough, even right after the request. A machine that may
+        still exist counts, and the next calls of `start_releases` and `release` try again.
+
+        Args:
+            decision: Decision to release the machine.
+        """
+        self._state.start_release(decision)
+        with contextlib.suppress(errors.MillraceError):  # the error of the request is raised
+            self._destroy([decision], ignore_listing_lag=True, timeout=_REFUSED_TIMEOUT)
+
+    def release(self, decisions: Iterable[ReleaseDecision]) -> None:
         """Destroy machines, wait until a listing shows none, and record their release.
 
         The machines whose release has started are included. A host can have raised its price since
@@ -60,15 +74,23 @@ class MachineReleaser:
 
         Args:
             decisions: Decisions about the machines.
-            ignore_listing_lag: Whether one listing without a machine is enough, even right after
-                its create request.
 
         Raises:
             UnavailableError: Some machines may still exist. The reaper releases them.
         """
         decisions = [*self._state.releasing.values(), *decisions]
         self._update_prices([one.machine for one in decisions])
-        self._destroy(decisions, ignore_listing_lag=ignore_listing_lag)
+        self._destroy(decisions)
+
+    def update_releasing(self, instances: Sequence[Instance]) -> None:
+        """Update the descriptions and prices of the machines whose release has started.
+
+        Args:
+            instances: Listing of the account.
+        """
+        for one in self._state.releasing.values():
+            if instance := one.machine.attempt.find_instance(instances):
+                self._context.update_instance(one.machine, instance)
 
     def destroy_unrecorded(self, instances: Iterable[Instance], installation: str) -> None:
         """Send destroy requests for machines of this rental whose intents are damaged or missing.
@@ -100,14 +122,26 @@ class MachineReleaser:
                     context.vast.destroy_instance(one.id)
 
     def _update_prices(self, machines: Collection[Machine]) -> None:
-        """Update the prices of machines, if the API lists them soon."""
+        """Update the prices of machines, if the API lists them soon.
+
+        If the store does not answer soon, the prices are only recorded with the release.
+        """
         if not machines:
             return
-        with contextlib.suppress(errors.MillraceError):  # it must not prevent the release
+        try:
             instances = self._context.vast.list_instances(is_brief=True)
-            for machine in machines:
-                if instance := machine.attempt.find_instance(instances):
-                    self._context.update_instance(machine, instance)
+        except errors.MillraceError:
+            return  # this must not prevent the release
+        store, can_record = self._context.store.with_retry_timeout(_BRIEF_RETRIES), True
+        for machine in machines:
+            instance = machine.attempt.find_instance(instances)
+            if instance is None:
+                continue
+            machine.note_listed(instance)
+            if can_record:
+                name, price = self._context.settings.name, instance.dollars_per_hour
+                machine.attempt = record_price(store, name, machine.attempt, price)
+                can_record = machine.attempt.dollars_per_hour >= price
 
     def _destroy(
         self,
@@ -119,19 +153,25 @@ class MachineReleaser:
         by_label = {one.machine.attempt.intent.label: one for one in decisions}
         now = self._context.clock.monotonic()
 
+        def note_listed(label: str, instance: Instance) -> None:
+            by_label[label].machine.note_listed(instance)
+
         def handle_destroyed(label: str) -> None:
             decision, machine = by_label[label], by_label[label].machine
+            end = self._context.now()
+            self._read_last_traffic(machine)
             is_billed = (
                 decision.reason is not ReleaseReason.NEVER_RENTED
                 or machine.reports.heartbeat is not None
+                or machine.instance is not None
             )
-            cost = machine.compute_cost(self._context.now()) if is_billed else 0.0
-            self.record(decision, cost=cost)
+            self.record(decision, cost=machine.compute_cost(end) if is_billed else 0.0)
 
         destroy_machines(
             self._context.vast,
             {label: one.machine.attempt.instance_id for label, one in by_label.items()},
             handle_destroyed,
+            note_listed,
             past_listing_lag=[
                 label
                 for label, one in by_label.items()
@@ -139,6 +179,14 @@ class MachineReleaser:
             ],
             timeout=timeout,
         )
+
+    def _read_last_traffic(self, machine: Machine) -> None:
+        """Read the last heartbeat of a machine that is gone, if its traffic costs money."""
+        intent, reports = machine.attempt.intent, machine.reports
+        if intent.download_dollars_per_gb or intent.upload_dollars_per_gb:
+            store = self._context.store.with_retry_timeout(_BRIEF_RETRIES)
+            with contextlib.suppress(errors.MillraceError):  # the one before counts
+                reports.heartbeat = read_heartbeat(store, reports.keys) or reports.heartbeat
 
     def record(self, decision: ReleaseDecision, *, cost: float) -> None:
         """Record the release of a machine that is gone, free its slot, and report the release.

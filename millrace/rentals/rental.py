@@ -276,7 +276,8 @@ class Rental:
         """Decide to release the machines without a slot, after one more listing."""
         if not self._state.unclaimed:
             return []
-        return self._late_machines.give_up_unclaimed(self._list_instances() or [])
+        instances = self._list_instances(is_brief=True)  # the other machines are billed meanwhile
+        return self._late_machines.give_up_unclaimed(instances or [])
 
     def _poll_until(
         self, is_complete: Callable[[], bool], stop: threading.Event | None = None
@@ -326,7 +327,13 @@ class Rental:
             return True
         try:
             self._starter.rent_machine(slot)
-        except (errors.UnavailableError, errors.NotFoundError, errors.MachineError) as error:
+        except (
+            errors.UnavailableError,
+            errors.NotFoundError,
+            errors.MachineError,
+            errors.DeniedError,
+            errors.ConfigurationError,
+        ) as error:
             self._policy.postpone_or_raise(
                 slot,
                 error,
@@ -351,6 +358,7 @@ class Rental:
         self._releaser.destroy_unrecorded(instances or [], self._starter.installation)
         decisions = self._late_machines.claim_listed(instances or [], fill_slots=True)
         decisions += self._inspect_machines(instances)
+        self._releaser.update_releasing(instances or [])
         self._releaser.start_releases(decisions)
         self._is_listed = instances is not None
         if not self._is_listed and not self.machines:
@@ -361,6 +369,8 @@ class Rental:
         for decision in decisions:
             self._handle_release(decision)
         self._policy.refuse_uninstallable()
+        if self.machines:
+            self._releaser.enforce_budget(self._budget)  # with the prices and the traffic of now
 
     def _inspect_machines(self, instances: list[Instance] | None) -> list[ReleaseDecision]:
         """Inspect all machines with a slot.
@@ -401,9 +411,9 @@ class Rental:
         self._policy.note_loss(decision)
         self._state.excluded_host_ids.add(machine.attempt.intent.machine_id)
 
-    def _list_instances(self) -> list[Instance] | None:
+    def _list_instances(self, *, is_brief: bool = False) -> list[Instance] | None:
         """List the machines of the account; None if the listing cannot be read."""
         try:
-            return self._context.vast.list_instances()
+            return self._context.vast.list_instances(is_brief=is_brief)
         except (errors.DeniedError, errors.UnavailableError):
             return None  # unknown, not empty

@@ -6,6 +6,7 @@ and they wait less than the API requires. This client repeats only requests that
 Sources: https://docs.vast.ai/api-reference, and observed answers of the API.
 """
 
+import math
 import random
 import re
 import threading
@@ -88,25 +89,32 @@ class _RequestPacer:
     )
 
     @contextmanager
-    def hold_turn(self, kind: RequestKind) -> Generator[None]:
+    def hold_turn(self, kind: RequestKind, end: float = math.inf) -> Generator[None]:
         """Wait until a request of a kind may be sent, and keep the interval after its answer.
 
         The API may receive a request just before its answer. So the next one, of any thread, waits
         for the answer, but not for longer than `_LONGEST_TURN`.
+
+        Raises:
+            UnavailableError: The request may not be sent before an end.
         """
-        is_held = self.turns[kind].acquire(timeout=_LONGEST_TURN)
+        is_held = self.turns[kind].acquire(
+            timeout=max(0.0, min(_LONGEST_TURN, end - self.clock.monotonic()))
+        )
         try:
-            self._wait(kind)
+            self._wait(kind, end)
             yield
         finally:
             self.delay(kind, _INTERVALS[kind])
             if is_held:
                 self.turns[kind].release()
 
-    def _wait(self, kind: RequestKind) -> None:
+    def _wait(self, kind: RequestKind, end: float) -> None:
         with self.lock:
             now = self.clock.monotonic()
             send_at = max(now, self.next_times.get(kind, now))
+            if send_at > end:
+                raise errors.UnavailableError(f"Vast.ai takes no request to {kind} before the end.")
             self.next_times[kind] = send_at + _INTERVALS[kind]
         if send_at > now:
             self.clock.sleep(send_at - now)
@@ -399,12 +407,21 @@ class VastClient:
         is_idempotent: bool = True,
         end: float | None = None,
     ) -> T:
-        """Send a request until an answer arrives, or until an end, by default the retry timeout."""
+        """Send a request until an answer arrives, or the retry timeout has passed.
+
+        Args:
+            kind: Kind of the request.
+            send: Function that sends it.
+            is_idempotent: Whether the request may be repeated if it may have been executed.
+            end: Time from which on no request is sent; by default the retry timeout, before which a
+                request only has to fail.
+        """
+        last_turn = math.inf if end is None else end
         if end is None:
             end = self.clock.monotonic() + self._retry_timeout
         pause = _INTERVALS[kind]
         while True:
-            with self._pacer.hold_turn(kind):
+            with self._pacer.hold_turn(kind, last_turn):
                 try:
                     return self._send_once(send)
                 except _RetryableError as error:

@@ -1,5 +1,6 @@
 """The budget limits prices, traffic, lifetimes, and the cost of all machines together."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,28 @@ def test_money_is_reserved_until_the_last_of_many_machines_is_destroyed(tmp_path
     before, after = (START + 2 * HOUR - reserve + timedelta(seconds=one) for one in (-1, 1))
     assert budget.find_excess(state, before) == ""
     assert budget.find_excess(state, after) == "$85.01 of $100.00 are spent"
+
+
+def test_money_for_the_traffic_until_the_next_poll_is_reserved(tmp_path: Path) -> None:
+    """A machine has received 50 GB for five dollars in two hours."""
+    interval = timedelta(minutes=20)
+    budget = make_budget(tmp_path, max_total=7.0, poll_interval=interval)
+    machine = make_machine(tmp_path)
+    state = RentalState(slot_count=1, active={0: machine})
+    assert budget.find_excess(state, START + 2 * HOUR) == ""
+    machine.reports.heartbeat = MachineHeartbeat(number=1, received=4 * 10**10)
+    assert budget.find_excess(state, START + 2 * HOUR) == ""
+    machine.reports.heartbeat = MachineHeartbeat(number=1, received=5 * 10**10)
+    assert budget.find_excess(state, START + 2 * HOUR) == "$6.00 of $7.00 are spent"
+
+
+def test_a_detached_machine_whose_traffic_costs_its_share_is_not_rented(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, max_total=4.0, download=60.0, machines=2)
+    budget, state = Budget(settings, is_detached=True), RentalState(2)
+    offer = make_offer(settings.request)
+    assert budget.find_shortage(replace(offer, download_dollars_per_gb=0.01), state, START) == ""
+    found = budget.find_shortage(replace(offer, download_dollars_per_gb=0.1), state, START)
+    assert "does not pay for one at $0.500 an hour, with its traffic" in found
 
 
 def test_the_deadline_of_a_machine_ends_the_rental(tmp_path: Path) -> None:

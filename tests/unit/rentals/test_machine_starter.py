@@ -15,6 +15,7 @@ from millrace.rentals import list_attempts, machine_starter
 from millrace.rentals.budget import Budget
 from millrace.rentals.destroy import LISTING_LAG
 from millrace.rentals.machine_starter import CreatePacer, MachineStarter, OfferSource
+from millrace.rentals.machines import ReleaseDecision
 from millrace.rentals.ownership import Ownership, StepTimer
 from millrace.rentals.progress_events import MachineRented, OfferTaken
 from millrace.rentals.releasing import MachineReleaser
@@ -27,6 +28,7 @@ from tests.support.rentals.parts import (
     ManualClock,
     make_attempt,
     make_context,
+    make_machine,
     make_offer_row,
     make_settings,
 )
@@ -208,6 +210,34 @@ def test_a_refused_create_request_leaves_no_machine(
     assert (bench.state.active, bench.vast.instances) == ({}, {})
     (attempt,) = bench.list_attempts()
     assert attempt.release_record.reason is ReleaseReason.NEVER_RENTED
+
+
+def test_a_refused_create_request_does_not_wait_for_other_machines(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The release of another machine has started, and its host does not answer."""
+    machine = make_machine(tmp_path, make_attempt(7, slot=1, instance_id=7))
+    bench.vast.add(7, machine.attempt.intent.label)
+    bench.state.start_release(ReleaseDecision(machine, ReleaseReason.DEAD, "silent"))
+    monkeypatch.setattr(bench.vast, "destroy_instance", fail)
+    bench.vast.create_error = errors.BudgetError("no credit")
+    began = bench.vast.clock.elapsed
+    with pytest.raises(errors.BudgetError, match="no credit"):
+        bench.starter.rent_machine(0)
+    assert bench.vast.clock.elapsed - began < 60
+    assert list(bench.state.releasing) == [7]
+
+
+def test_no_machine_is_rented_that_the_next_poll_would_release(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_total=1.0, poll_interval=timedelta(minutes=30), machines=2)
+    bench.state.costs[0] = 0.95
+    with pytest.raises(errors.BudgetError, match=r"\$0.95 of \$1.00 are spent, .* Raise max_total"):
+        bench.starter.rent_machine(0)  # at 0.1 dollars an hour
+    bench.state.costs[0] = 0.85
+    bench.starter.rent_machine(0)  # at 0.2
+    with pytest.raises(errors.MachineError, match="No machine is added to fleet"):
+        bench.starter.rent_machine(1)
+    assert len(bench.vast.creates) == len(bench.vast.instances) == 1
 
 
 def test_a_machine_that_will_never_run_is_destroyed(bench: Bench) -> None:

@@ -3,8 +3,10 @@
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pytest
 from pydantic import SecretStr
 
+from millrace import errors
 from millrace.rentals.vast.api import RequestKind, VastClient, _RequestPacer
 from tests.support.rentals.parts import ManualClock
 
@@ -37,6 +39,20 @@ def test_the_interval_counts_from_the_answer_since_a_request_may_arrive_late() -
             server.shutdown()
             thread.join()
     assert arrivals == [1005.0, 1006.0]
+
+
+def test_a_request_that_may_only_be_sent_after_its_end_is_not_sent() -> None:
+    clock = ManualClock()
+    pacer = _RequestPacer(clock)
+    pacer.delay(RequestKind.LIST, 57.0)
+    with (
+        pytest.raises(errors.UnavailableError, match="takes no request to list before"),
+        pacer.hold_turn(RequestKind.LIST, clock.elapsed + 40.0),
+    ):
+        pass
+    assert clock.elapsed == 1000.0
+    with pacer.hold_turn(RequestKind.LIST, clock.elapsed + 58.0):
+        assert clock.elapsed == 1057.0
 
 
 def test_the_next_request_of_another_thread_waits_for_the_answer() -> None:

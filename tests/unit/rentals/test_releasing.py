@@ -8,14 +8,17 @@ import pytest
 from millrace import errors
 from millrace.progress import Event
 from millrace.records import commit_once
-from millrace.rentals import Instance, Machine, VastClient, list_attempts
+from millrace.rentals import Instance, Machine, VastClient, list_attempts, releasing
 from millrace.rentals.budget import Budget
 from millrace.rentals.destroy import DESTROY_TIMEOUT, destroy_machines
+from millrace.rentals.ledger import Attempt
 from millrace.rentals.machines import ReleaseDecision
+from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.progress_events import MachineReleased
 from millrace.rentals.releasing import MachineReleaser
 from millrace.rentals.state import RentalState
 from millrace.schemas.rental import ReleaseReason
+from millrace.storage import put
 from tests.support.rentals.parts import (
     FakeVast,
     make_attempt,
@@ -124,11 +127,47 @@ def test_the_cost_of_a_released_machine_has_the_price_at_its_release(
     assert bench.state.costs[0] == pytest.approx(1.5 if is_listed else 0.5, rel=0.01)
 
 
-def test_a_machine_that_was_never_rented_costs_nothing(bench: Bench) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_machine_costs_nothing_if_it_was_never_rented(bench: Bench, *, is_listed: bool) -> None:
+    """A listing at the release may still show it."""
     bench.vast.clock.sleep(3600)
     machine = bench.state.active[0]
+    if not is_listed:
+        del bench.vast.instances[1]
     bench.releaser.release([ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "gone")])
-    assert bench.state.costs == {0: 0.0}
+    assert set(bench.vast.instances) == {2, 9}
+    assert bench.state.costs[0] == pytest.approx(0.5 if is_listed else 0.0, rel=0.01)
+
+
+def test_the_cost_of_a_released_machine_has_its_last_traffic(bench: Bench) -> None:
+    bench.vast.clock.sleep(3600)
+    machine = bench.state.active[0]
+    beat = MachineHeartbeat(number=1, received=10**10)
+    key = machine.reports.keys.heartbeat
+    put(bench.context.store, key, beat.model_dump_json().encode())
+    bench.releaser.release([ReleaseDecision(machine, ReleaseReason.UNNEEDED, "over")])
+    assert bench.state.costs[0] == pytest.approx(0.5 + 10 * 0.1, rel=0.01)
+
+
+def test_a_release_does_not_wait_for_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised prices that cannot be recorded soon are in the records of the releases."""
+    bench.vast.clock.sleep(3600)
+    tried: list[str] = []
+
+    def fail(_: object, __: str, attempt: Attempt, ___: float) -> Attempt:
+        tried.append(attempt.intent.label)
+        return attempt
+
+    monkeypatch.setattr(releasing, "record_price", fail)
+    machines = bench.state.machines
+    for machine in machines:
+        bench.vast.add(machine.slot + 1, machine.attempt.intent.label, dph_total=1.5)
+    bench.releaser.release([ReleaseDecision(one, ReleaseReason.UNNEEDED, "") for one in machines])
+    assert tried == [machines[0].attempt.intent.label]
+    costs = [one.release_record.cost for one in list_attempts(bench.context.store, "fleet")]
+    assert costs == [pytest.approx(1.5, rel=0.01)] * 2
 
 
 def test_a_listing_that_may_lack_the_machine_is_not_trusted_at_once(
@@ -141,10 +180,9 @@ def test_a_listing_that_may_lack_the_machine_is_not_trusted_at_once(
     started = bench.vast.clock.monotonic()
     machine = make_machine(tmp_path, make_attempt(3, slot=2))
     machine.rented_at = started
-    bench.releaser.release(
-        [ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "refused")], ignore_listing_lag=True
-    )
+    bench.releaser.release_refused(ReleaseDecision(machine, ReleaseReason.NEVER_RENTED, "refused"))
     assert bench.vast.clock.monotonic() == started
+    assert not bench.state.releasing
 
 
 def test_a_spent_budget_releases_all_machines(bench: Bench) -> None:

@@ -287,6 +287,7 @@ def test_a_machine_that_cannot_be_destroyed_ends_no_rental_and_counts(
         assert not caplog.records
         bench.vast.clock.sleep(HOUR.total_seconds())
         assert rental.cost == pytest.approx(3 * 0.5, rel=0.02)
+        raise_price(bench, 1.5)  # also of a machine whose release has started
         bench.write_heartbeat(1, received=1)
         bench.write_heartbeat(2, received=1)
         rental.wait_until_ready()
@@ -294,7 +295,7 @@ def test_a_machine_that_cannot_be_destroyed_ends_no_rental_and_counts(
         stuck.clear()
         rental.wait_until_ready()
         assert set(bench.vast.instances) == {2, 3}
-        assert read_costs(bench) == [pytest.approx(0.5, rel=0.02)]
+        assert read_costs(bench) == [pytest.approx(1.5, rel=0.02)]
     assert not bench.vast.instances
 
 
@@ -362,6 +363,32 @@ def test_a_machine_that_cannot_be_had_releases_no_quorum(bench: Bench) -> None:
         assert len(rental.machines) == 1
 
 
+@pytest.mark.parametrize("way", ["search", "create"])
+def test_a_refused_request_for_another_machine_releases_no_proven_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    bench.vast.offers = [make_offer_row(one) for one in range(1, 4)]
+    with bench.rent(machines=2) as rental:
+        rental.wait_until_ready()
+        bench.vast.instances.pop(1)
+        bench.vast.clock.sleep(LISTING_LAG + 1)
+        for number in (0, 1):
+            bench.write_heartbeat(number, received=1)
+        if way == "create":
+            bench.vast.create_error = errors.ConfigurationError("this request is refused")
+        else:
+            monkeypatch.setattr(bench.vast, "search_offers", deny)
+            rental._starter._offers._found = []
+        rental._poll_machines()
+        rental._fill_slots(threading.Event())
+        assert set(bench.vast.instances) == {2}
+        assert [one.attempt.instance_id for one in rental.machines] == [2]
+
+
+def deny(*_: object, **__: object) -> None:
+    raise errors.DeniedError("the key is not known")
+
+
 def test_a_quorum_waits_for_other_machines_until_the_timeout(bench: Bench) -> None:
     bench.vast.offers = [make_offer_row(one) for one in range(1, 4)]
     bench.silent.add(2)
@@ -384,7 +411,7 @@ def kill_before(patch: pytest.MonkeyPatch, function: str) -> None:
     patch.setattr(function, kill)
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise errors.UnavailableError("503")
 
 
