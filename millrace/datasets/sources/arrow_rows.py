@@ -158,7 +158,7 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
             )
     if columns is None:
         for field in cast("list[Any]", list(schema)):
-            if path := _find_binary(field.type, field.name):
+            if path := find_binary(field.type, field.name):
                 raise errors.ConfigurationError(
                     f"{url}: the column {path} holds bytes, which JSON cannot hold. Name the "
                     f'columns to take, such as `columns: {{"bin": "{path}"}}`.'
@@ -173,7 +173,7 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
                 f"{url} has no column {column!r}. Its columns are {names}. Correct `columns`, or "
                 "leave the file out with `exclude`."
             ) from None
-        if (path := _find_binary(kind, column)) and not is_binary(_unwrap(kind)):
+        if (path := find_binary(kind, column)) and not is_binary(_unwrap(kind)):
             raise errors.ConfigurationError(
                 f"{url}: the column {column!r} holds bytes in {path}, which JSON cannot hold. Name "
                 "another part of it in `columns`, or leave it out."
@@ -232,17 +232,17 @@ def _guess_type(kind: Any) -> str:
     return "float" if pa.types.is_floating(kind) else "json"
 
 
-def _find_binary(kind: pa.DataType, path: str) -> str:
+def find_binary(kind: pa.DataType, path: str) -> str:
     """Return the path of the first binary value in a type; empty if there is none."""
     if is_binary(kind):
         return path
     if isinstance(kind, pa.BaseExtensionType):
-        return _find_binary(kind.storage_type, path)
+        return find_binary(kind.storage_type, path)
     if pa.types.is_dictionary(kind):
-        return _find_binary(kind.value_type, path)
+        return find_binary(kind.value_type, path)
     fields: list[Any] = [cast("Any", kind).field(i) for i in range(kind.num_fields)]
     is_struct = pa.types.is_struct(kind)
-    found = (_find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
+    found = (find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
     return next(filter(None, found), "")
 
 
