@@ -31,6 +31,7 @@ Columns = dict[str, Values]
 _REFUSALS = (ValueError, OverflowError, KeyError)
 """Errors of values that Python does not hold: no Unicode, a time too far, or in an unknown zone."""
 _OLD_ZONE = "US/Eastern"  # a name that only whole databases of time zones have
+_UNIT_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # decimal digits of a second
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
@@ -394,7 +395,7 @@ def _encode_rows(batch: pa.RecordBatch) -> Values:
 def _read_values(array: Array) -> list[Any]:
     """Return a column's values as JSON can hold them, or the exception why one has no such value.
 
-    Times and decimals become text, since Python's types hold fewer digits.
+    Times, durations and decimals become text, since Python's types hold fewer digits.
     """
     if isinstance(array.type, Int96Type):
         return _format_int96(array.storage)
@@ -402,12 +403,27 @@ def _read_values(array: Array) -> list[Any]:
     kind = array.type
     if pa.types.is_decimal(kind):
         return array.cast(pa.string()).to_pylist()
+    if pa.types.is_duration(kind):
+        digits = _UNIT_DIGITS[kind.unit]
+        values = array.cast(pa.int64()).to_pylist()
+        return [None if one is None else _format_duration(one, digits) for one in values]
     if pa.types.is_temporal(kind):
         return _format_times(array)
     try:
         return array.to_pylist()
     except _REFUSALS:
         return [_read_value(array[index]) for index in range(len(array))]
+
+
+def _format_duration(value: int, digits: int) -> str:
+    """Return a duration by ISO 8601, in seconds with the digits that are not zero.
+
+    Args:
+        value: The duration in its unit.
+        digits: Decimal digits of a second that the unit has.
+    """
+    seconds = Decimal(abs(value)).scaleb(-digits).normalize()
+    return f"{'-' if value < 0 else ''}PT{seconds:f}S"
 
 
 def _drop_extension(array: Array) -> Array:
