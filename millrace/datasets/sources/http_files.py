@@ -37,6 +37,7 @@ _LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of answers after which a request is tried again."""
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
+_COMPRESSIONS = {"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"}
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED = [
     ipaddress.IPv6Network(one)
@@ -377,7 +378,7 @@ class _PublicTlsPool(urllib3.HTTPSConnectionPool):
 
 def _check_answer(answer: BaseHTTPResponse, url: str, span: tuple[int, int]) -> None:
     status = answer.status
-    if answer.headers.get("Content-Encoding", "identity") != "identity":
+    if is_compressed(answer):
         raise errors.ConfigurationError(
             f"{url}: the server compresses its answers although it is asked not to. Copy the file "
             "to a bucket or a folder."
@@ -415,6 +416,16 @@ def _parse_size(text: str | None) -> int | None:
 
 def _drop_query(url: str) -> str:
     return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
+
+
+def is_compressed(answer: BaseHTTPResponse) -> bool:
+    """Decide whether a server has compressed the body of an answer.
+
+    Other codings change no byte. Stores send such as ``aws-chunked`` or ``utf-8`` after an upload
+    with that header.
+    """
+    codings = answer.headers.get("Content-Encoding", "").lower().split(",")
+    return any(one.strip() in _COMPRESSIONS for one in codings)
 
 
 def encode_location(location: str) -> str:

@@ -275,11 +275,23 @@ def test_an_empty_file_has_no_rows(site):
     assert open_site(site).collect(Patterns()).rows == [b'a.jsonl\x000\x00"1"']
 
 
-def test_compressed_answers_and_wrong_ranges_are_refused(site):
+@pytest.mark.parametrize("coding", ["", "identity", "Identity", "aws-chunked", "utf-8"])
+def test_codings_that_compress_nothing_are_read(site, coding):
     site.files["/data/a.jsonl"] = b"body"
-    site.headers = {"ETag": "1", "Content-Encoding": "gzip"}
+    site.headers = {"ETag": "1", "Content-Encoding": coding}
+    assert read_all(open_site(site)) == b"body"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "aws-chunked, br", "x-gzip,identity", "zstd"])
+def test_compressed_answers_are_refused(site, coding):
+    site.files["/data/a.jsonl"] = b"body"
+    site.headers = {"ETag": "1", "Content-Encoding": coding}
     with pytest.raises(errors.ConfigurationError, match="compresses its answers"):
         read_all(open_site(site))
+
+
+def test_wrong_ranges_and_endless_redirects_are_refused(site):
+    site.files["/data/a.jsonl"] = b"body"
     site.statuses = [(206, {"Content-Range": "bytes 9-9/20", "ETag": "1"})]
     with pytest.raises(errors.ConfigurationError, match="another range"):
         read_all(open_site(site))
