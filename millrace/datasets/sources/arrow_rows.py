@@ -151,14 +151,9 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
                 f"{url} has several columns {name!r}. Rename them, or leave the file out with "
                 "`exclude`."
             )
-        kind: Any = cast("Any", schema).field(name).type if name in schema.names else None
-        if kind is not None and _has_inexact_times(kind, top=True):
-            raise errors.ConfigurationError(
-                f"{url}: the column {name!r} has durations or times in nanoseconds within lists or "
-                "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
-            )
     if columns is None:
         for field in cast("list[Any]", list(schema)):
+            _refuse_inexact_times(url, field.name, field.type, top=True)
             if path := find_binary(field.type, field.name):
                 raise errors.ConfigurationError(
                     f"{url}: the column {path} holds bytes, which JSON cannot hold. Name the "
@@ -174,11 +169,25 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
                 f"{url} has no column {column!r}. Its columns are {names}. Correct `columns`, or "
                 "leave the file out with `exclude`."
             ) from None
+        _refuse_inexact_times(url, column, kind, top=column in schema.names)
         if (path := find_binary(kind, column)) and not is_binary(_unwrap(kind)):
             raise errors.ConfigurationError(
                 f"{url}: the column {column!r} holds bytes in {path}, which JSON cannot hold. Name "
                 "another part of it in `columns`, or leave it out."
             )
+
+
+def _refuse_inexact_times(url: str, column: str, kind: Any, *, top: bool) -> None:
+    """Refuse a column, or a part of one, with times that samples cannot hold exactly.
+
+    Raises:
+        ConfigurationError: The column has such times.
+    """
+    if _has_inexact_times(kind, top=top):
+        raise errors.ConfigurationError(
+            f"{url}: the column {column!r} has durations or times in nanoseconds within lists or "
+            "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
+        )
 
 
 def _unwrap(kind: Any) -> Any:
