@@ -69,7 +69,8 @@ class HttpFiles:
         unseekable: Paths of the described files of which the server sends no parts.
 
     Raises:
-        ConfigurationError: The URL has credentials or a query in it, or a header cannot be sent.
+        ConfigurationError: The URL has credentials or a query in it, or an escaped slash in the
+            name of the only file, or a header cannot be sent.
     """
 
     is_local = False
@@ -87,6 +88,12 @@ class HttpFiles:
         if paths is None and parts.path.strip("/") and not parts.path.endswith("/"):
             url, _, name = url.rpartition("/")
             paths = [unquote(name)]
+            if "/" in paths[0]:
+                raise errors.ConfigurationError(
+                    f"{spec.url} has an escaped slash in the name of the file, which is requested "
+                    "as a plain one. Write `/` for `%2F` if the server takes it, or copy the file "
+                    "to a bucket or a folder."
+                )
         self._url, self._paths = url, tuple(paths or ())
         self._timeout = spec.retry_timeout.total_seconds()
         self._headers = {name: value.get_secret_value() for name, value in spec.options.items()}

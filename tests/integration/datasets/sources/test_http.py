@@ -185,6 +185,16 @@ def test_the_url_of_one_file_needs_no_paths(site):
     assert files.url == site.url + "/data"
 
 
+@pytest.mark.parametrize("slash", ["%2F", "%2f"])
+def test_an_escaped_slash_in_the_name_of_one_file_is_refused(site, slash):
+    site.files = {f"/o/folder{slash}a%20b.jsonl": b"body", "/o/folder/a%20b.jsonl": b"other"}
+    spec = StoreSpec(url=f"{site.url}/o/folder{slash}a%20b.jsonl")
+    with pytest.raises(errors.ConfigurationError, match=r"escaped slash.*Write `/` for `%2F`"):
+        open_files(spec, allow_private=True)
+    spec = StoreSpec(url=f"{site.url}/o/folder/a%20b.jsonl")
+    assert read_all(open_files(spec, allow_private=True)) == b"other"
+
+
 def test_a_url_that_cannot_be_listed_is_refused(site):
     files = open_files(StoreSpec(url=site.url), allow_private=True)
     with pytest.raises(errors.ConfigurationError, match="cannot be listed: write the files"):
