@@ -11,7 +11,7 @@ from millrace.schemas.dataset import Partition, RowRange, ShardLayout
 # changes the bytes must change a version.
 _ROW_VERSIONS = {"rows": "3", "json": "orjson-3"}
 _PYARROW = "pyarrow"  # its version is that of a package
-_TABLE_VERSIONS = {"table": "3"}  # of rows of Arrow tables
+_TABLE_VERSIONS = {"table": "4"}  # of rows of Arrow tables
 _KIND_VERSIONS = {
     SourceKind.JSONL.value: {"jsonl": "2"},
     SourceKind.PARQUET.value: _TABLE_VERSIONS,

@@ -31,6 +31,7 @@ Columns = dict[str, Values]
 _REFUSALS = (ValueError, OverflowError, KeyError)
 """Errors of values that Python does not hold: no Unicode, a time too far, or in an unknown zone."""
 _OLD_ZONE = "US/Eastern"  # a name that only whole databases of time zones have
+_UNIT_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # decimal digits of a second
 _SMALL_VALUE = 4096  # mean bytes of values that are copied at once before they are divided
 
 
@@ -150,15 +151,10 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
                 f"{url} has several columns {name!r}. Rename them, or leave the file out with "
                 "`exclude`."
             )
-        kind: Any = cast("Any", schema).field(name).type if name in schema.names else None
-        if kind is not None and _has_inexact_times(kind, top=True):
-            raise errors.ConfigurationError(
-                f"{url}: the column {name!r} has durations or times in nanoseconds within lists or "
-                "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
-            )
     if columns is None:
         for field in cast("list[Any]", list(schema)):
-            if path := _find_binary(field.type, field.name):
+            _refuse_inexact_times(url, field.name, field.type, top=True)
+            if path := find_binary(field.type, field.name):
                 raise errors.ConfigurationError(
                     f"{url}: the column {path} holds bytes, which JSON cannot hold. Name the "
                     f'columns to take, such as `columns: {{"bin": "{path}"}}`.'
@@ -173,11 +169,25 @@ def check_columns(url: str, schema: pa.Schema, columns: Mapping[str, str] | None
                 f"{url} has no column {column!r}. Its columns are {names}. Correct `columns`, or "
                 "leave the file out with `exclude`."
             ) from None
-        if (path := _find_binary(kind, column)) and not is_binary(_unwrap(kind)):
+        _refuse_inexact_times(url, column, kind, top=column in schema.names)
+        if (path := find_binary(kind, column)) and not is_binary(_unwrap(kind)):
             raise errors.ConfigurationError(
                 f"{url}: the column {column!r} holds bytes in {path}, which JSON cannot hold. Name "
                 "another part of it in `columns`, or leave it out."
             )
+
+
+def _refuse_inexact_times(url: str, column: str, kind: Any, *, top: bool) -> None:
+    """Refuse a column, or a part of one, with times that samples cannot hold exactly.
+
+    Raises:
+        ConfigurationError: The column has such times.
+    """
+    if _has_inexact_times(kind, top=top):
+        raise errors.ConfigurationError(
+            f"{url}: the column {column!r} has durations or times in nanoseconds within lists or "
+            "structs, which JSON cannot hold exactly. Leave the column out of `columns`."
+        )
 
 
 def _unwrap(kind: Any) -> Any:
@@ -232,17 +242,17 @@ def _guess_type(kind: Any) -> str:
     return "float" if pa.types.is_floating(kind) else "json"
 
 
-def _find_binary(kind: pa.DataType, path: str) -> str:
+def find_binary(kind: pa.DataType, path: str) -> str:
     """Return the path of the first binary value in a type; empty if there is none."""
     if is_binary(kind):
         return path
     if isinstance(kind, pa.BaseExtensionType):
-        return _find_binary(kind.storage_type, path)
+        return find_binary(kind.storage_type, path)
     if pa.types.is_dictionary(kind):
-        return _find_binary(kind.value_type, path)
+        return find_binary(kind.value_type, path)
     fields: list[Any] = [cast("Any", kind).field(i) for i in range(kind.num_fields)]
     is_struct = pa.types.is_struct(kind)
-    found = (_find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
+    found = (find_binary(f.type, f"{path}.{f.name}" if is_struct else path) for f in fields)
     return next(filter(None, found), "")
 
 
@@ -394,7 +404,7 @@ def _encode_rows(batch: pa.RecordBatch) -> Values:
 def _read_values(array: Array) -> list[Any]:
     """Return a column's values as JSON can hold them, or the exception why one has no such value.
 
-    Times and decimals become text, since Python's types hold fewer digits.
+    Times, durations and decimals become text, since Python's types hold fewer digits.
     """
     if isinstance(array.type, Int96Type):
         return _format_int96(array.storage)
@@ -402,12 +412,27 @@ def _read_values(array: Array) -> list[Any]:
     kind = array.type
     if pa.types.is_decimal(kind):
         return array.cast(pa.string()).to_pylist()
+    if pa.types.is_duration(kind):
+        digits = _UNIT_DIGITS[kind.unit]
+        values = array.cast(pa.int64()).to_pylist()
+        return [None if one is None else _format_duration(one, digits) for one in values]
     if pa.types.is_temporal(kind):
         return _format_times(array)
     try:
         return array.to_pylist()
     except _REFUSALS:
         return [_read_value(array[index]) for index in range(len(array))]
+
+
+def _format_duration(value: int, digits: int) -> str:
+    """Return a duration by ISO 8601, in seconds with the digits that are not zero.
+
+    Args:
+        value: The duration in its unit.
+        digits: Decimal digits of a second that the unit has.
+    """
+    seconds = Decimal(abs(value)).scaleb(-digits).normalize()
+    return f"{'-' if value < 0 else ''}PT{seconds:f}S"
 
 
 def _drop_extension(array: Array) -> Array:

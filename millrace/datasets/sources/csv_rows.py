@@ -119,9 +119,9 @@ class CsvSource:
             yield from iterate_unreadable(source_range, cursor)
             return
         start, end = source_range.start_cursor, source_range.end_cursor
-        if cursor >= end:
+        names = self._read_header(source_range) if cursor < end else []
+        if not names:
             return
-        names = self._read_header(source_range)
         if self._header is not None and cursor <= source_range.start:
             self._read_first_row(source_range)  # which checks its encoding and line ends
         path, encoding = source_range.file.path, self._encoding
@@ -149,7 +149,7 @@ class CsvSource:
                 yield _make_row(source_range, parser, offset, next_cursor, row)
 
     def _read_header(self, source_range: TextRange) -> list[str]:
-        """Return the names of a file's columns.
+        """Return the names of a file's columns; none if the file has no rows.
 
         Raises:
             ConfigurationError: The file has no header, or lacks a column.
@@ -158,6 +158,8 @@ class CsvSource:
         url = self._files.make_url(path)
         if names is None:
             row = self._read_first_row(source_range)
+            if not row:
+                return []
             try:
                 text = decode_row(row, self._encoding)
                 names = split_row(text, self._find_delimiter(path), 1 << 20)

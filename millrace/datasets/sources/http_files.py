@@ -37,6 +37,7 @@ _LONGEST_ASKED_PAUSE = 60.0  # seconds of Retry-After that are waited for
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of answers after which a request is tried again."""
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
+_COMPRESSIONS = {"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"}
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED = [
     ipaddress.IPv6Network(one)
@@ -68,7 +69,8 @@ class HttpFiles:
         unseekable: Paths of the described files of which the server sends no parts.
 
     Raises:
-        ConfigurationError: The URL has credentials or a query in it, or a header cannot be sent.
+        ConfigurationError: The URL has credentials or a query in it, or an escaped slash in the
+            name of the only file, or a header cannot be sent.
     """
 
     is_local = False
@@ -86,6 +88,12 @@ class HttpFiles:
         if paths is None and parts.path.strip("/") and not parts.path.endswith("/"):
             url, _, name = url.rpartition("/")
             paths = [unquote(name)]
+            if "/" in paths[0]:
+                raise errors.ConfigurationError(
+                    f"{spec.url} has an escaped slash in the name of the file, which is requested "
+                    "as a plain one. Write `/` for `%2F` if the server takes it, or copy the file "
+                    "to a bucket or a folder."
+                )
         self._url, self._paths = url, tuple(paths or ())
         self._timeout = spec.retry_timeout.total_seconds()
         self._headers = {name: value.get_secret_value() for name, value in spec.options.items()}
@@ -377,7 +385,7 @@ class _PublicTlsPool(urllib3.HTTPSConnectionPool):
 
 def _check_answer(answer: BaseHTTPResponse, url: str, span: tuple[int, int]) -> None:
     status = answer.status
-    if answer.headers.get("Content-Encoding", "identity") != "identity":
+    if is_compressed(answer):
         raise errors.ConfigurationError(
             f"{url}: the server compresses its answers although it is asked not to. Copy the file "
             "to a bucket or a folder."
@@ -415,6 +423,16 @@ def _parse_size(text: str | None) -> int | None:
 
 def _drop_query(url: str) -> str:
     return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
+
+
+def is_compressed(answer: BaseHTTPResponse) -> bool:
+    """Decide whether a server has compressed the body of an answer.
+
+    Other codings change no byte. Stores send such as ``aws-chunked`` or ``utf-8`` after an upload
+    with that header.
+    """
+    codings = answer.headers.get("Content-Encoding", "").lower().split(",")
+    return any(one.strip() in _COMPRESSIONS for one in codings)
 
 
 def encode_location(location: str) -> str:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard import RepoCard
 
 from millrace import errors
+from millrace.datasets.sources.arrow_rows import find_binary
 from millrace.datasets.sources.http_files import RetryClock
 from millrace.datasets.sources.hub_files import check_commit
 from millrace.datasets.sources.settings import find_texts, is_path_of_repository
@@ -45,6 +46,8 @@ _INFOS = "dataset_infos.json"
 _CARDS = ("README.md", ".huggingface.yaml", _INFOS)
 _MAX_CARD_BYTES = 16 << 20
 _BATCH_ROWS = 100  # rows that are decoded at a time
+_BATCH_BYTES = 1 << 20  # bytes from which on a batch takes no more rows, if rows hold bytes
+_SMALL_TABLE = 16 << 20  # bytes of a table that is copied, to be one batch
 _MAX_MEDIA_BYTES = 1 << 30  # bytes of a file that is the value of a column
 _TRANSIENT = (TransportError, ConnectionError, TimeoutError)
 
@@ -91,7 +94,10 @@ class HubDataset:
         for table in self._iterate_tables(shard, columns):
             skipped = min(first, table.num_rows)
             first -= skipped
-            for batch in table.slice(skipped).combine_chunks().to_batches():
+            rest = table.slice(skipped)
+            if rest.nbytes < _SMALL_TABLE:  # Arrow cannot join chunks of more than 2 GiB
+                rest = rest.combine_chunks()
+            for batch in rest.to_batches():
                 media = _find_media(batch.schema, columns)
                 if not media:
                     yield batch
@@ -104,6 +110,9 @@ class HubDataset:
         if rows.features is not None:
             # Also puts the columns in one order, since rows of tar files differ in it.
             rows = rows.select_columns(_list_columns(rows.features, columns))
+            kind = pa.struct(cast("Any", list_fields(rows.features.arrow_schema)))
+            if find_binary(kind, "rows"):  # such as an image, which may be large
+                return _join_tables(rows.with_format("arrow").iter(batch_size=1))
         arrow = rows.with_format("arrow")
         return (table for table in arrow.iter(batch_size=_BATCH_ROWS) if table.num_rows)
 
@@ -449,6 +458,20 @@ def _is_transient(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def _join_tables(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows of tables of one row in tables of about 1 MiB, and of at most 100 rows."""
+    held: list[pa.Table] = []
+    size = 0
+    for row in rows:
+        held.append(row)
+        size += row.nbytes
+        if len(held) == _BATCH_ROWS or size >= _BATCH_BYTES:
+            yield pa.concat_tables(held)
+            held, size = [], 0
+    if held:
+        yield pa.concat_tables(held)
 
 
 def _find_media(schema: pa.Schema, columns: Columns) -> list[str]:

@@ -36,6 +36,7 @@ from millrace.datasets.sources.http_files import (
     RetryClock,
     check_public,
     encode_location,
+    is_compressed,
     release,
 )
 from millrace.datasets.sources.settings import DownloadSettings, UrlSettings
@@ -262,8 +263,7 @@ class UrlDownloader:
         patterns = self._settings.media_types
         if patterns and not any(fnmatchcase(media_type, pattern.lower()) for pattern in patterns):
             raise _FailedTryError(f"media type {media_type[:100] or 'missing'}")
-        encoding = answer.headers.get("Content-Encoding", "identity").lower()
-        if encoding not in {"", "identity"}:
+        if is_compressed(answer):
             raise _FailedTryError("compressed, although the server is asked not to")
         limit = int(self._settings.max_body_bytes)
         declared = answer.headers.get("Content-Length", "")

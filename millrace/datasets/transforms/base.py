@@ -94,7 +94,7 @@ def _apply_to_batch(transform: SampleTransform, batch: list[RowGroup]) -> Iterat
 def _count_bytes(row: Row) -> int:
     if isinstance(row, BadRow):
         return len(row.data)
-    return sum(len(data) for data in row.fields.values() if not isinstance(data, LargeFile))
+    return sum(map(len, row.fields.values()))
 
 
 def make_bad_row(sample: Sample, reason: str) -> BadRow:

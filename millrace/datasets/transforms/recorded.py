@@ -54,7 +54,7 @@ from millrace.records import JsonObject
 from millrace.schemas.dataset import SourceRecord
 from millrace.storage import Store, StoreSpec, create, open_store, read
 
-_VERSION = "3"  # changes whenever the code of this package makes other samples of the same rows
+_VERSION = "4"  # changes whenever the code of this package makes other samples of the same rows
 _MAX_CODE_BYTES = 4 << 20
 _MAX_DATA_BYTES = 128 << 20  # of a tokenizer or a table
 _MAX_SENT_BYTES = 1 << 20  # of a file that is sent to another machine with its settings

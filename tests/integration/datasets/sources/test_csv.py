@@ -150,6 +150,19 @@ def test_columns_are_those_of_each_file_by_name():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("extension", list(COMPRESS))
+@pytest.mark.parametrize("body", [b"", b"\n", b"\r\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r\n"])
+@pytest.mark.parametrize("columns", [{"txt": "text"}, None])
+def test_a_file_without_rows_has_no_samples(extension, body, columns):
+    store = make_memory()
+    put(store, "a.csv", b"text\none\n")
+    put(store, f"b.csv{extension}", COMPRESS[extension](body))
+    put(store, "c.csv", b"text\ntwo\n")
+    rows = read_rows(store, columns=columns)
+    values = [b"one", b"two"] if columns else [b'{"text":"one"}', b'{"text":"two"}']
+    assert [value for row in rows for value in row.fields.values()] == values
+
+
 def test_files_without_a_header_have_the_columns_of_the_settings():
     store = make_memory()
     put(store, "a.csv", b"1,one\n2,two\n")

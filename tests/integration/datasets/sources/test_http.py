@@ -185,6 +185,16 @@ def test_the_url_of_one_file_needs_no_paths(site):
     assert files.url == site.url + "/data"
 
 
+@pytest.mark.parametrize("slash", ["%2F", "%2f"])
+def test_an_escaped_slash_in_the_name_of_one_file_is_refused(site, slash):
+    site.files = {f"/o/folder{slash}a%20b.jsonl": b"body", "/o/folder/a%20b.jsonl": b"other"}
+    spec = StoreSpec(url=f"{site.url}/o/folder{slash}a%20b.jsonl")
+    with pytest.raises(errors.ConfigurationError, match=r"escaped slash.*Write `/` for `%2F`"):
+        open_files(spec, allow_private=True)
+    spec = StoreSpec(url=f"{site.url}/o/folder/a%20b.jsonl")
+    assert read_all(open_files(spec, allow_private=True)) == b"other"
+
+
 def test_a_url_that_cannot_be_listed_is_refused(site):
     files = open_files(StoreSpec(url=site.url), allow_private=True)
     with pytest.raises(errors.ConfigurationError, match="cannot be listed: write the files"):
@@ -275,11 +285,23 @@ def test_an_empty_file_has_no_rows(site):
     assert open_site(site).collect(Patterns()).rows == [b'a.jsonl\x000\x00"1"']
 
 
-def test_compressed_answers_and_wrong_ranges_are_refused(site):
+@pytest.mark.parametrize("coding", ["", "identity", "Identity", "aws-chunked", "utf-8"])
+def test_codings_that_compress_nothing_are_read(site, coding):
     site.files["/data/a.jsonl"] = b"body"
-    site.headers = {"ETag": "1", "Content-Encoding": "gzip"}
+    site.headers = {"ETag": "1", "Content-Encoding": coding}
+    assert read_all(open_site(site)) == b"body"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "aws-chunked, br", "x-gzip,identity", "zstd"])
+def test_compressed_answers_are_refused(site, coding):
+    site.files["/data/a.jsonl"] = b"body"
+    site.headers = {"ETag": "1", "Content-Encoding": coding}
     with pytest.raises(errors.ConfigurationError, match="compresses its answers"):
         read_all(open_site(site))
+
+
+def test_wrong_ranges_and_endless_redirects_are_refused(site):
+    site.files["/data/a.jsonl"] = b"body"
     site.statuses = [(206, {"Content-Range": "bytes 9-9/20", "ETag": "1"})]
     with pytest.raises(errors.ConfigurationError, match="another range"):
         read_all(open_site(site))

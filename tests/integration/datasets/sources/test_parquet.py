@@ -415,6 +415,21 @@ def test_times_of_int96_within_lists_are_refused(store):
         read_all(store)
 
 
+@pytest.mark.parametrize("is_int96", [False, True])
+@pytest.mark.parametrize("kind", [pa.timestamp("ns"), pa.duration("s"), pa.list_(pa.time64("ns"))])
+def test_only_parts_with_times_that_would_lose_digits_are_refused(store, kind, is_int96):
+    meta = pa.StructArray.from_arrays(
+        [pa.array(["x"]), pa.array([None], kind)], ["title", "created"]
+    )
+    body = make_body(pa.table({"meta": meta}), use_deprecated_int96_timestamps=is_int96)
+    put(store, "a.parquet", body)
+    (row,) = read_all(store, {"txt": "meta.title"})
+    assert row.fields == {"txt": b"x"}
+    for columns in (None, {"json": "meta"}, {"txt": "meta.title", "json": "meta.created"}):
+        with pytest.raises(errors.ConfigurationError, match="durations or times in nanoseconds"):
+            read_all(store, columns)
+
+
 def test_json_of_an_extension_type_is_not_encoded_again(store):
     kind = pa.json_(pa.string())
     table = pa.table({"a": pa.ExtensionArray.from_storage(kind, pa.array(['{"x":1}']))})

@@ -266,7 +266,9 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
             case "/moved":
                 handler.send(status=308, Location="/ok")
             case "/zip":
-                handler.send(b"x", Content_Encoding="gzip")
+                handler.send(b"x", Content_Encoding="utf-8, GZIP")
+            case "/chunked":
+                handler.send(b"body", Content_Encoding="aws-chunked")
             case "/ok" | "/heals" | "/busy":
                 handler.send(b"body")
             case path:
@@ -274,7 +276,7 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
 
     paths = [
         "/404", "/410", "/heals", "/fails", "/busy", "/loop", "/away", "/moved", "/zip", "/204",
-        "/ok?secret=1",
+        "/ok?secret=1", "/chunked",
     ]  # fmt: skip
     with serve_urls(answer) as site:
         urls = [site.url + path for path in paths]
@@ -289,7 +291,7 @@ def test_a_url_that_fails_is_a_bad_row_with_its_reason_and_its_row():
     assert reasons == [
         "status 404", "status 410", "", "status 500", "", "it is redirected too often",
         "it redirects to an address that is not http:// or https://", "",
-        "compressed, although the server is asked not to", "status 204", "",
+        "compressed, although the server is asked not to", "status 204", "", "",
         "no URL in 'url'", "is not http:// or https://", "has spaces or control characters",
         "has credentials in it", "is not a valid URL", "has no host",
     ]  # fmt: skip

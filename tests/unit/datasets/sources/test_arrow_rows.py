@@ -133,6 +133,28 @@ def test_times_before_standard_time_are_written_in_utc_and_others_in_their_zone(
     ]
 
 
+@pytest.mark.parametrize(("unit", "digits"), [("s", 0), ("ms", 3), ("us", 6), ("ns", 9)])
+def test_a_duration_has_one_text_in_every_unit(unit, digits):
+    values = [90 * 10**digits, -90 * 10**digits, 0, None, 86_400 * 10**digits]
+    array: Any = pa.array(values, pa.duration(unit))
+    texts = ["PT90S", "-PT90S", "PT0S", None, "PT86400S"]
+    assert [orjson.loads(value) for value in encode_column(array)] == texts
+    (batch,) = make_rows(
+        pa.record_batch({"d": array}), None, file_index=0, first=0, cursor=0, where="a"
+    )
+    assert [orjson.loads(value) for value in batch.columns["json"]] == [{"d": t} for t in texts]
+
+
+def test_durations_keep_all_digits():
+    array: Any = pa.array([1, -1, 10, 2**63 - 1, -(2**63)], pa.duration("ns"))
+    assert encode_column(array) == [
+        b'"PT0.000000001S"', b'"-PT0.000000001S"', b'"PT0.00000001S"',
+        b'"PT9223372036.854775807S"', b'"-PT9223372036.854775808S"',
+    ]  # fmt: skip
+    largest: Any = pa.array([2**63 - 1], pa.duration("s"))
+    assert encode_column(largest) == [b'"PT9223372036854775807S"']
+
+
 def test_nested_times_are_those_of_python():
     struct = {
         "at": pa.timestamp("us", "Europe/Berlin"), "day": pa.date32(), "clock": pa.time64("us"),

@@ -17,6 +17,7 @@ from millrace.datasets.transforms import (
     TokenizeSettings,
     TransformList,
 )
+from millrace.datasets.transforms.base import RowGroup, apply_transform
 from millrace.datasets.transforms.filter import FilterTransform
 from millrace.datasets.transforms.rename import RenameTransform
 from millrace.datasets.transforms.tokenize import TokenizeTransform
@@ -117,6 +118,19 @@ def test_a_filter_of_sizes_reads_no_large_file():
     large = LargeFile(1 << 30, lambda: pytest.fail("read"))
     sample = Sample("k", {"bin": large}, 1)
     assert FilterTransform(FilterSettings(field="bin", min_size=9)).apply([sample]) == [[sample]]
+
+
+def test_large_files_are_read_one_at_a_time():
+    read = []
+
+    def make_group(number):
+        large = LargeFile(1 << 20, lambda: read.append(number) or iter([b"x" * (1 << 20)]))
+        return RowGroup(number, number + 1, [Sample("k", {"txt": large}, number + 1)])
+
+    filtering = FilterTransform(FilterSettings(field="txt", include="^x"))
+    for number, group in enumerate(apply_transform(filtering, map(make_group, range(300)))):
+        assert group.cursor == number
+        assert read == [*range(number + 1)]
 
 
 def test_a_sample_without_the_field_is_quarantined():
