@@ -199,6 +199,11 @@ class ShardLoader:
         """Number of samples of an epoch, of all ranks, before `transform` and `pack`."""
         return self._progress.order.total
 
+    @property
+    def is_at_end(self) -> bool:
+        """True if the next iteration is the rest of an epoch that has no more samples."""
+        return self._stays_at_end
+
     def make_mirror_report(self) -> MirrorReport:
         """Return the work of each location in this process, for mirrors and for the cache."""
         return self._files.open().make_report()
@@ -298,6 +303,10 @@ class ShardLoader:
         self._stays_at_end = self._progress.is_resumed_at_end = False
         if epoch != self.epoch or self._progress.is_ended:
             self._go_to(state)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, also of the current one."""
+        self._go_to(self._make_first_state(epoch))
 
     def stay_at_end(self, epoch: int | None = None) -> None:
         """Let the next iteration have no sample, if the loaded state is of the end of an epoch.

@@ -30,9 +30,9 @@ class _SharedState(Structure):
 class TorchShards(IterableDataset[Any]):
     """Samples of a loader, for a ``DataLoader`` with any number of workers.
 
-    Each worker process reads whole streams of the rank. A worker that stays for several epochs goes
-    on with the next epoch, or with that of `set_epoch`. Others take the epoch of this process, so
-    call `set_epoch` before each.
+    Each worker process reads whole streams of the rank. Each iteration of workers that stay is the
+    next epoch, also after a break, or that of `set_epoch`. Others take the epoch of this process,
+    so call `set_epoch` before each.
 
     Args:
         loader: The loader.
@@ -44,6 +44,7 @@ class TorchShards(IterableDataset[Any]):
         self._epoch: int | None = None  # that `set_epoch` has named last
         self._shared = RawValue(_SharedState)
         self._changes = 0  # that this copy of the dataset knows
+        self._next_epoch: int | None = None  # of a worker that has begun to read
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, or over the worker's share of it."""
@@ -54,8 +55,14 @@ class TorchShards(IterableDataset[Any]):
             if self._shared.epoch < 0:
                 return _refuse_state()
             self._changes = self._shared.changes
-            self._loader.set_epoch(self._shared.epoch)
-        return iter(self._loader)
+            self._go_to(self._shared.epoch)
+        elif self._next_epoch is not None:
+            self._go_to(self._next_epoch)
+        is_rest = self._loader.is_at_end
+        samples = iter(self._loader)
+        if is_worker:
+            self._next_epoch = self._loader.epoch + (not is_rest)
+        return samples
 
     def __len__(self) -> int:
         """Return the number of samples or batches of an epoch, see `ShardLoader.__len__`.
@@ -121,6 +128,17 @@ class TorchShards(IterableDataset[Any]):
             self._shared.is_elsewhere, self._shared.epoch = False, epoch
             self._shared.changes += 1
             self._changes = self._shared.changes
+
+    def _go_to(self, epoch: int) -> None:
+        """Go to the beginning of an epoch in a worker.
+
+        A worker that has begun to read is ahead of the trainer, and may have ended the epoch before
+        another worker of the rank.
+        """
+        if self._next_epoch is None:
+            self._loader.set_epoch(epoch)
+        else:
+            self._loader.begin_epoch(epoch)
 
     def _take_share(self) -> None:
         worker = get_worker_info()

@@ -304,25 +304,60 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
     assert dataset.state_dict() == state
 
 
-def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path) -> None:
+def load_epochs(folder: Path, workers: int, count: int) -> list[list[str]]:
+    """Return the texts of epochs by workers that end with each epoch."""
+    from torch.utils.data import DataLoader
+
+    dataset = ShardLoader(folder.as_uri(), "d", streams=4).as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork"
+    )
+    epochs: list[list[str]] = []
+    for epoch in range(count):
+        dataset.set_epoch(epoch)
+        epochs.append([sample["txt"] for sample in data])
+    return epochs
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path, workers: int) -> None:
     """An epoch may end early, such as with the first rank that has no more samples."""
     from torch.utils.data import DataLoader
 
     write_texts(tmp_path)
-    alone = ShardLoader(tmp_path.as_uri(), "d")
-    epochs = [[sample["txt"] for sample in alone] for _ in range(4)]
-    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    epochs = load_epochs(tmp_path, workers, 4)
+    dataset = ShardLoader(tmp_path.as_uri(), "d", streams=4).as_torch_dataset()
     data = DataLoader(
-        dataset, batch_size=None, num_workers=1, timeout=120, multiprocessing_context="fork",
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork",
         persistent_workers=True,
     )  # fmt: skip
-    for epoch, count in ((0, 5), (1, 40), (3, 7), (2, 40), (3, 3), (0, 40)):
+    for epoch, count in ((0, 5), (0, 40), (1, 40), (3, 7), (2, 40), (3, 3), (0, 39), (0, 40)):
         dataset.set_epoch(epoch)
         found = [sample["txt"] for sample in itertools.islice(data, count)]
-        assert found == epochs[epoch][:count], epoch
-    dataset.load_state_dict(alone.state_dict())
+        assert found == epochs[epoch][:count], (epoch, count)
+    state = ShardLoader(tmp_path.as_uri(), "d").state_dict()
+    dataset.load_state_dict(state)
     with pytest.raises(errors.ConfigurationError, match="A state was loaded after the worker"):
         next(iter(data))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_iteration_of_workers_that_stay_is_the_next_epoch(
+    tmp_path: Path, workers: int
+) -> None:
+    """A worker reads ahead, so it may have ended an epoch which the trainer has left before."""
+    from torch.utils.data import DataLoader
+
+    write_texts(tmp_path)
+    epochs = load_epochs(tmp_path, workers, 5)
+    dataset = ShardLoader(tmp_path.as_uri(), "d", streams=4).as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork",
+        persistent_workers=True,
+    )  # fmt: skip
+    for epoch, count in enumerate((5, 40, 37, 1, 40)):
+        found = [sample["txt"] for sample in itertools.islice(data, count)]
+        assert found == epochs[epoch][:count], epoch
 
 
 def test_a_copy_of_a_dataset_for_torch_leaves_the_state_of_the_original(tmp_path: Path) -> None:
