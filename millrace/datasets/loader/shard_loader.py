@@ -28,6 +28,7 @@ from millrace.datasets.loader.loader_state import (
 )
 from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.loader.sample_iterator import Failure, SampleIterator
 from millrace.datasets.loader.sample_stream import (
     StreamPosition,
     StreamSteps,
@@ -271,8 +272,9 @@ class ShardLoader:
             CorruptError: A shard does not have its digest.
             ChangedError: A shard was replaced by one of another size.
             NotFoundError: A shard was deleted.
-            ConfigurationError: The process was forked after the loader was opened, or a later
-                iteration has begun. Or a field without a type cannot be decoded.
+            ConfigurationError: The process was forked after the loader was opened, a later
+                iteration has begun, or this one has failed before. Or a field without a type cannot
+                be decoded.
         """
         self._files.open()
         self._iteration += 1
@@ -284,8 +286,10 @@ class ShardLoader:
             self._progress = self._begin(self._make_first_state(self.epoch))
         self._progress.is_resumed_at_end = False
         if self._batch_size is None:
-            return self._iterate(self._iteration)
-        return self._iterate_batches(self._iteration, self._batch_size)
+            samples = self._iterate(self._iteration)
+        else:
+            samples = self._iterate_batches(self._iteration, self._batch_size)
+        return SampleIterator(samples, Failure(self._progress))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is.
@@ -433,7 +437,7 @@ class ShardLoader:
         own = (self._process, self._remainder)
         return share is None or (share.process, share.remainder) == own
 
-    def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
+    def _iterate(self, iteration: int) -> Generator[LoadedSample]:
         progress = self._progress
         with self._open_samples(progress) as samples:
             while True:
@@ -446,7 +450,7 @@ class ShardLoader:
                 yield sample
             progress.is_ended = True
 
-    def _iterate_batches(self, iteration: int, size: int) -> Iterator[list[LoadedSample]]:
+    def _iterate_batches(self, iteration: int, size: int) -> Generator[list[LoadedSample]]:
         progress, is_ended = self._progress, False
         with self._open_samples(progress) as samples:
             while not is_ended:

@@ -18,6 +18,7 @@ from millrace.datasets.formats import FieldType
 from millrace.datasets.loader import Remainder, ShardLoader, fetch
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
+from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put, read
@@ -280,6 +281,41 @@ def test_an_older_iteration_is_refused_after_a_later_one(make: Make) -> None:
     next(iter(loader))
     with pytest.raises(errors.ConfigurationError, match="A later iteration of the loader"):
         next(older)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iteration_that_has_failed_does_not_look_ended(
+    mirrors: list[Path], batch_size: int | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.data import DataLoader
+
+    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10, batch_size=batch_size)
+    expected = list(ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10))
+    opened: list[int] = []
+    open_shard = ShardFetcher.open
+
+    def fail_once(fetcher: ShardFetcher, number: int, *args: Any) -> Any:
+        opened.append(number)
+        if len(opened) == 2:
+            raise errors.UnavailableError("The store cannot be reached.")
+        return open_shard(fetcher, number, *args)
+
+    monkeypatch.setattr(ShardFetcher, "open", fail_once)
+    forks: Any = {"timeout": 120, "multiprocessing_context": "fork"} if workers else {}
+    data = DataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=workers, **forks)
+    samples, received = iter(data), list[Any]()
+    with pytest.raises(errors.UnavailableError, match="The store cannot be reached"):
+        received.extend(samples)
+    for _ in range(3):
+        with pytest.raises(errors.ConfigurationError, match="of the samples has failed before"):
+            next(samples)
+    if not workers:
+        received += loader
+        assert list(samples) == []
+        samples = received if batch_size is None else itertools.chain(*received)
+        assert [one["__key__"] for one in samples] == [one["__key__"] for one in expected]
 
 
 def test_batches_have_their_size_and_the_last_has_the_rest(make: Make) -> None:
