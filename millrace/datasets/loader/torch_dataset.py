@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from millrace.datasets.loader.loader_state import find_states
 from millrace.datasets.loader.shard_loader import ShardLoader
 from millrace.errors import ConfigurationError
 
@@ -102,7 +103,20 @@ class TorchShards(IterableDataset[Any]):
         If the state is of the end of the epoch that `set_epoch` has named, the next iteration is
         the rest of this epoch, without a sample. So it is in a worker process, where torchdata
         begins a further iteration if the state is of a whole epoch.
+
+        Raises:
+            ConfigurationError: The state is refused by the loader, or is of another epoch than that
+                which `set_epoch` has named. The dataset stays where it is.
         """
+        for one in find_states(state):
+            if self._epoch is not None and self._epoch not in one.list_epochs():
+                raise ConfigurationError(
+                    f"The state is of epoch {one.epoch}, and `set_epoch` has named epoch "
+                    f"{self._epoch}. A StatefulDataLoader with workers has the state of the epoch "
+                    "that it read last, also after `set_epoch`. Call `set_epoch"
+                    f"({one.epoch})` before the state is loaded to read the rest of that epoch, or "
+                    f"load no state to begin epoch {self._epoch}."
+                )
         self._take_share()
         self._loader.load_state_dict(state)
         if get_worker_info() is not None:

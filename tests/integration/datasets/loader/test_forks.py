@@ -300,6 +300,7 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
         assert sorted(sample["txt"] for sample in data) == texts
         with pytest.raises(errors.ConfigurationError, match="Worker processes read the samples"):
             dataset.state_dict()
+    dataset.set_epoch(0)
     dataset.load_state_dict(state)
     assert dataset.state_dict() == state
 
@@ -502,6 +503,27 @@ def test_a_training_with_other_workers_reads_the_next_epoch_once(
     assert {epoch: sorted(one) for epoch, one in second.received.items()} == {
         0: [], 1: texts, 2: texts
     }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_state_of_the_epoch_before_that_of_set_epoch_is_refused(
+    tmp_path: Path, workers: int
+) -> None:
+    """An epoch ends early, and the training is saved before it takes a batch of the next one."""
+    write_texts(tmp_path)
+    first = Training(tmp_path, workers, 8)
+    first.dataset.set_epoch(0)
+    assert len(list(itertools.islice(first.data, 2))) == 2
+    first.dataset.set_epoch(1)
+    saved = {"epoch": 1, "data": first.data.state_dict()}
+    for others in (False, True):
+        second = Training(tmp_path, workers, 8)
+        with pytest.raises(errors.ConfigurationError, match="is of epoch 0, and `set_epoch` has n"):
+            second.run(saved, epochs=2, others=others)
+    again = Training(tmp_path, workers, 8)
+    again.run({**saved, "epoch": 0}, epochs=1)
+    assert len(again.received[0]) == 24
 
 
 def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:
