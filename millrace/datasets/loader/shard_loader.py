@@ -375,6 +375,10 @@ class ShardLoader:
 
         With `num_workers`, the store must be a folder, or `multiprocessing_context` "spawn". The
         state is that of a ``StatefulDataLoader`` of torchdata, with any number of workers.
+
+        Give `batch_size` to this loader, and ``batch_size=None`` to the ``DataLoader``. Only then
+        is a state exact after an error within a batch: a ``DataLoader`` that makes the batches
+        drops the samples which it has taken.
         """
         from millrace.datasets.loader.torch_dataset import (  # noqa: PLC0415 - imports torch
             TorchShards,

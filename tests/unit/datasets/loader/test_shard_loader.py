@@ -20,6 +20,7 @@ from millrace.datasets.loader import Remainder, ShardLoader, fetch
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.loader.fetch import ShardFetcher
+from millrace.datasets.loader.readers import offset_table
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put, read
@@ -746,6 +747,36 @@ def test_a_dataset_for_torch_stays_at_the_end_of_the_epoch_that_was_set(make: Ma
     with pytest.raises(errors.ConfigurationError, match="of epoch 1, and `set_epoch` has named ep"):
         again.load_state_dict(state)
     assert again.state_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_state_of_torchdata_has_no_sample_of_a_batch_that_failed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def open_data(state: Any = None) -> StatefulDataLoader[Any]:
+        dataset = make(format="mds", batch_size=4).as_torch_dataset()
+        if state is not None:
+            dataset.load_state_dict(state)
+        return StatefulDataLoader(dataset, batch_size=None, collate_fn=list)
+
+    calls = itertools.count(1)
+    decode = offset_table._StoredRows.__getitem__
+
+    def decode_or_fail(rows: Any, index: int) -> Any:
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return decode(rows, index)
+
+    monkeypatch.setattr(offset_table._StoredRows, "__getitem__", decode_or_fail)
+    data, received = open_data(), list[Any]()
+    with pytest.raises(KeyboardInterrupt):
+        received.extend(itertools.chain.from_iterable(data))
+    assert len(received) == 4
+    for batch in open_data(data.state_dict()):
+        received += batch
+    assert sorted(one["txt"] for one in received) == sorted(map(str, range(sum(SIZES))))
 
 
 @pytest.mark.parametrize("options", [{"remainder": "keep"}, {"transform": dict}])
