@@ -39,6 +39,10 @@ class DatasetFiles:
         warmed: Folders with files of the dataset below their keys, or from `shards` on, as a
             prewarm leaves them. They need a cache, which remembers that the files were verified.
 
+    Attributes:
+        has_warned_of_copies: Whether a warning has said that whole files are copied. The fetcher of
+            shards sets it.
+
     Raises:
         ConfigurationError: A URL names no store.
         NotFoundError: There is no such folder.
@@ -54,7 +58,7 @@ class DatasetFiles:
         self._reader = MirroredReader(open_mirrors(list_specs(source)))
         self._cache, self._warmed = cache, tuple(warmed)
         self._lock = threading.Lock()
-        self._has_warned = False
+        self._has_warned = self.has_warned_of_copies = False
         self._objects: dict[str, MirroredObject] = {}
         self._lent: dict[Path, list[LentFile]] = {}
 

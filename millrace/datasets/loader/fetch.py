@@ -6,7 +6,7 @@ two ways:
 - By parts of some MiB, each verified by the digests of its blocks. The parts that follow are
   fetched at the same time.
 - As a whole file on the disk, if there is a cache, or if the dataset has no digests of blocks.
-  Without a cache, the file has no name, and is gone when it is closed.
+  Without a cache, the file has no name, and is gone when it is closed. A warning says so.
 """
 
 import logging
@@ -38,7 +38,7 @@ from millrace.digest import (
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import Store, read, read_views_and_hash
+from millrace.storage import Store, head, read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
 
@@ -154,6 +154,7 @@ class ShardFetcher:
                 parts_ahead=self._parts_ahead,
                 growth=growth,
             )
+        self._warn_of_copies()
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
             copy = partial(
                 self._files.copy_file, shard.key, shard.size, shard.digest, file.fileno()
@@ -162,6 +163,14 @@ class ShardFetcher:
                 self._read_twice(shard, copy)
             except errors.MillraceError as error:
                 self._raise_explained(shard, error)
+            except OSError as error:
+                if error.errno not in errors.FULL_DISK:
+                    raise
+                raise errors.NoSpaceError(
+                    f"{self._name(shard)} has {shard.size:,} bytes, and the folder "
+                    f"{tempfile.gettempdir()} of temporary files has no room for them. Name a "
+                    "larger one in the variable TMPDIR, or give `cache` a folder on another disk."
+                ) from error
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
 
     def request(self, number: int) -> None:
@@ -183,6 +192,27 @@ class ShardFetcher:
 
     def _name(self, shard: ListedShard) -> str:
         return self._files.stores[0].make_url(shard.key)
+
+    def _warn_of_copies(self) -> None:
+        """Warn once in a process that whole shards are copied, and say why."""
+        with self._lock:
+            if self._files.has_warned_of_copies:
+                return
+            self._files.has_warned_of_copies = True
+        store, key = self._files.stores[0], DatasetKeys(self._table.dataset).block_digests
+        try:
+            head(limit_retries(store), key)
+            reason = f"{store.make_url(key)} does not fit the shards."
+        except errors.MillraceError as error:
+            reason = str(error)
+        logger.warning(
+            "The shards of %s are copied whole into %s before they are read, since the digests of "
+            "their blocks cannot be used: %s Give `cache` a folder with room for shards, or "
+            "correct that.",
+            self._table.dataset,
+            tempfile.gettempdir(),
+            reason,
+        )
 
     def _read_blocks(self, shard: ListedShard) -> bytes:
         """Return the joined digests of a shard's blocks; empty if they are not known."""

@@ -92,8 +92,8 @@ class ShardLoader:
             together; at the beginning of an epoch a sixteenth, and then more and more. They count
             as in the dataset's largest format. One process that reads all streams takes up to five
             times this memory, or four samples and 2 MiB for each stream if that is more, and 32 MiB
-            for requests. A stream of parquet also takes up to five times a row group, which has up
-            to 1,000 samples.
+            for requests, or 128 MiB with a `cache`. A stream of parquet also takes up to five times
+            a row group, which has up to 1,000 samples.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
@@ -103,7 +103,8 @@ class ShardLoader:
             other, and fewer than `pack` tokens of each stream are left out at its end.
         pack_field: Field with the tokens; by default that of the format ``tokens``.
         cache: Cache of whole shards on the disk of the node, or its folder, which then grows as
-            long as the disk has room.
+            long as the disk has room. Without one, and without readable digests of blocks, whole
+            shards are copied into the folder of temporary files, after a warning.
         warmed: Folder, or several, with files of the dataset below their keys, as a prewarm leaves
             them. They need a cache, which remembers that the files were verified.
 

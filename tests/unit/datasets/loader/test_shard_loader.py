@@ -1,6 +1,7 @@
 """Refusals of a loader of samples, and the sequences of packed tokens."""
 
 import contextlib
+import errno
 import itertools
 import math
 import pickle
@@ -710,6 +711,50 @@ def test_digests_of_blocks_are_read_where_they_are(
     assert copied == []
     assert load_bodies(ShardLoader(mirrors[1].as_uri(), "d")) == expected
     assert len(copied) == 4
+
+
+def test_a_warning_says_why_whole_shards_are_copied(
+    mirrors: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=4)
+    expected = load_bodies(loader)
+    assert caplog.text == ""
+    digests = mirrors[1] / DatasetKeys("d").block_digests
+    body = digests.read_bytes()
+    for change, reason in (
+        (digests.unlink, f"There is no {digests.as_uri()}. Give `cache`"),
+        (lambda: digests.write_bytes(bytes(len(body))), "does not fit the shards. Give `cache`"),
+    ):
+        change()
+        loader = ShardLoader(mirrors[1].as_uri(), "d", streams=4)
+        for _ in range(2):
+            assert load_bodies(loader) == expected
+        assert len(caplog.records) == 1
+        assert reason in caplog.text
+        caplog.clear()
+
+    def fill_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DatasetFiles, "copy_file", fill_disk)
+    with pytest.raises(errors.NoSpaceError, match=r"of temporary files has no room.*TMPDIR"):
+        load_bodies(loader)
+
+
+def test_a_warning_says_that_the_digests_of_blocks_cannot_be_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Credentials may be confined to the shards."""
+    samples = [Sample(f"k{n}", {"bin": bytes([n]) * 400_000}, n) for n in range(6)]
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        write_dataset(store, "d", ["mds"], {"bin": FieldType.BYTES}, [samples])
+        key = DatasetKeys("d").block_digests
+        endpoint.refusals.append(Refusal("", 403, "AccessDenied", times=9, key=key))
+        loader = ShardLoader(store.spec, "d")
+        assert load_bodies(loader) == {sample.key: sample.fields["bin"] for sample in samples}
+    assert len(caplog.records) == 1
+    assert "block_digests.bin: the store refuses these credentials" in caplog.text
 
 
 def test_the_folders_of_a_loader_are_those_of_this_machine(
