@@ -1,5 +1,6 @@
 """Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
 
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -49,6 +50,8 @@ from millrace.threads import DaemonThreadPool
 if TYPE_CHECKING:
     from millrace.datasets.loader.torch_dataset import TorchShards
 
+logger = logging.getLogger(__name__)
+
 _MOST_STREAMS = 64  # by default
 _LEAST_STREAMS = (
     16  # of large samples: as many ranks can resume, and the order is the same on fewer
@@ -97,7 +100,9 @@ class ShardLoader:
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
-            end at different times. With `transform` or `pack` always ``keep``.
+            end at different times. With `transform` or `pack` always ``keep``. Where workers were
+            at different places when a run stopped, and the number of ranks or workers changed, it
+            can be up to about a batch for each rank, after a warning.
         transform: Function that makes none, one or several samples of a sample.
         pack: Number of tokens of a sequence. The tokens of the samples of a stream follow each
             other, and fewer than `pack` tokens of each stream are left out at its end.
@@ -353,6 +358,7 @@ class ShardLoader:
         self._go_to(found)
         changed = {"streams": found.streams, "window": found.window}
         self._settings = self._settings.model_copy(update=changed)
+        self._warn_of_unequal_ranks()
 
     def read_as_worker(self, worker: int, workers: int) -> None:
         """Take the share of one of several worker processes of this rank.
@@ -431,6 +437,20 @@ class ShardLoader:
                 f"The order of the state has {state.streams} streams, which cannot be dealt "
                 f"equally to {world_size} ranks. Resume with a number of ranks that divides "
                 f"{state.streams}, or begin a new epoch."
+            )
+
+    def _warn_of_unequal_ranks(self) -> None:
+        """Warn, in one process, if ranks leave out or repeat more samples than in a whole epoch."""
+        rank, worker, world_size, _ = self._process
+        unequal = self._progress.unequal_samples
+        if unequal >= world_size and rank == worker == 0:
+            logger.warning(
+                "In epoch %d, the ranks together %s about %d samples, since the processes that "
+                "saved the state were at different places. Resume with the same numbers of ranks "
+                "and workers, or with `remainder='keep'`, with which ranks end at different times.",
+                self.epoch,
+                "repeat" if self._remainder is Remainder.PAD else "leave out",
+                unequal,
             )
 
     def _can_resume_alone(self, share: LoaderShare | None) -> bool:

@@ -268,6 +268,31 @@ def test_ranks_that_were_at_different_places_need_the_states_of_all_under_anothe
     assert sorted(received) == sorted(f"k{n}" for n in range(sum(SIZES)))
 
 
+@pytest.mark.parametrize(("rule", "change"), [("drop", "leave out"), ("pad", "repeat")])
+def test_a_warning_has_the_samples_that_ranks_leave_out_or_repeat_after_workers(
+    make: Make, rule: str, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    states, received = list[dict[str, Any]](), list[str]()
+    for worker, count in enumerate((8, 2)):
+        loader = make(streams=4, remainder=rule)
+        loader.read_as_worker(worker, 2)
+        received += [sample["__key__"] for sample in itertools.islice(loader, count)]
+        states.append(loader.state_dict())
+    for rank in range(4):
+        loader = make(streams=4, rank=rank, world_size=4, remainder=rule)
+        loader.load_state_dict(states)
+        received += [sample["__key__"] for sample in loader]
+    lost, repeated = sum(SIZES) - len(set(received)), len(received) - len(set(received))
+    assert (lost, repeated) == ((6, 0) if rule == "drop" else (0, 6))
+    (warning,) = caplog.records
+    assert f"In epoch 0, the ranks together {change} about 6 samples" in warning.getMessage()
+    caplog.clear()
+    for world_size in (1, 2):
+        make(streams=4, world_size=world_size, remainder=rule).load_state_dict(states)
+        make(streams=4, world_size=4, remainder="keep").load_state_dict(states)
+    assert caplog.records == []
+
+
 def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
     state = make(streams=4, window=3).state_dict()
     loader = make(streams=2, window=1)
