@@ -1,8 +1,10 @@
 """Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
 
 import logging
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -84,8 +86,9 @@ class ShardLoader:
         decode: Whether fields have the types of the manifest; in tar shards without types, those of
             their extensions. Otherwise they are bytes, for tar shards only.
         seed: Seed of the order.
-        rank: Number of this rank.
-        world_size: Number of ranks, which divides `streams`.
+        rank: Number of this rank; by default 0.
+        world_size: Number of ranks, which divides `streams`; by default 1. They are not taken from
+            the environment, where a warning says that they are missing.
         batch_size: Samples of a batch, which is a list; None gives single samples.
         shuffle: Whether the samples are shuffled.
         streams: Number of streams that are mixed. By default 64, and 1 without shuffling. A smaller
@@ -132,8 +135,8 @@ class ShardLoader:
         format: str | None = None,  # noqa: A002 - the name of settings and manifests
         decode: bool = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
         streams: int | None = None,
@@ -151,6 +154,9 @@ class ShardLoader:
         keys = DatasetKeys(name)
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
+        if rank is None and world_size is None:
+            _warn_of_ranks(os.environ.get("WORLD_SIZE", ""))
+        rank, world_size = rank or 0, 1 if world_size is None else world_size
         _check_ranks(rank, world_size)
         _check_numbers(buffer_bytes, batch_size=batch_size, pack=pack, window=window)
         if streams is None:
@@ -618,6 +624,18 @@ def _choose_remainder(remainder: Remainder | str | None, steps: StreamSteps) -> 
             "ranks when the first one ends."
         )
     return chosen
+
+
+@cache
+def _warn_of_ranks(processes: str) -> None:
+    """Warn once if a launcher such as torchrun has started several processes."""
+    if processes.isdecimal() and int(processes) > 1:
+        logger.warning(
+            "The variable WORLD_SIZE is %s, and the loader was opened without `rank` and "
+            "`world_size`, so each process reads all samples. Give both, or `world_size=1` if that "
+            "is right.",
+            processes,
+        )
 
 
 def _check_ranks(rank: int, world_size: int) -> None:

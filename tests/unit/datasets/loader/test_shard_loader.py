@@ -9,6 +9,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import FieldType
-from millrace.datasets.loader import Remainder, ShardLoader, fetch
+from millrace.datasets.loader import Remainder, ShardLoader, fetch, shard_loader
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.datasets.loader.fetch import ShardFetcher
@@ -85,6 +86,25 @@ def make(url: str) -> Make:
 def test_an_invalid_argument_is_a_sentence(make: Make, options: dict[str, Any], text: str) -> None:
     with pytest.raises(errors.ConfigurationError, match=text):
         make(**options)
+
+
+def test_a_loader_without_ranks_among_several_processes_is_a_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, if a launcher has set the variable."""
+    monkeypatch.setattr(
+        shard_loader, "_warn_of_ranks", cache(shard_loader._warn_of_ranks.__wrapped__)
+    )
+    for value in ("", "1", "all"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        make()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    make(world_size=1)
+    make(rank=0)
+    assert caplog.records == []
+    assert [make().samples for _ in range(2)] == [sum(SIZES)] * 2
+    (warning,) = caplog.records
+    assert "WORLD_SIZE is 8, and the loader was opened without `rank`" in warning.getMessage()
 
 
 def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make: Make) -> None:
