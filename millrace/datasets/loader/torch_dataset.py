@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Structure, c_bool, c_longlong
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -54,7 +54,7 @@ class TorchShards(IterableDataset[Any]):
         self._shared.is_elsewhere = is_worker
         if is_worker and self._changes != self._shared.changes:
             if self._shared.epoch < 0:
-                return _refuse_state()
+                return iter(_refuse_state, None)
             self._changes = self._shared.changes
             self._go_to(self._shared.epoch)
         elif self._next_epoch is not None:
@@ -160,10 +160,9 @@ class TorchShards(IterableDataset[Any]):
             self._loader.read_as_worker(worker.id, worker.num_workers)
 
 
-def _refuse_state() -> Iterator[Any]:
-    """Raise an error at the first sample. PyTorch ends a worker that has an error before."""
+def _refuse_state() -> NoReturn:
+    """Raise an error at each sample. PyTorch ends a worker that has an error before."""
     raise ConfigurationError(
         "A state was loaded after the worker processes began, and they stay where they are. Make a "
         "new DataLoader after `load_state_dict`."
     )
-    yield
