@@ -39,6 +39,10 @@ class DatasetFiles:
         warmed: Folders with files of the dataset below their keys, or from `shards` on, as a
             prewarm leaves them. They need a cache, which remembers that the files were verified.
 
+    Attributes:
+        has_warned_of_copies: Whether a warning has said that whole files are copied. The fetcher of
+            shards sets it.
+
     Raises:
         ConfigurationError: A URL names no store.
         NotFoundError: There is no such folder.
@@ -54,7 +58,7 @@ class DatasetFiles:
         self._reader = MirroredReader(open_mirrors(list_specs(source)))
         self._cache, self._warmed = cache, tuple(warmed)
         self._lock = threading.Lock()
-        self._has_warned = False
+        self._has_warned = self.has_warned_of_copies = False
         self._objects: dict[str, MirroredObject] = {}
         self._lent: dict[Path, list[LentFile]] = {}
 
@@ -134,12 +138,12 @@ class DatasetFiles:
                 return os.pread(file.fileno(), end - start, start)
         return self._reader.read_range(item, start, end, check=check)
 
-    def fetch_file(
+    def lend_file(
         self, key: str, size: int, digest: str, *, blocks: bytes | Callable[[], bytes] = b""
-    ) -> Path | None:
-        """Return the path of a verified file on the disk of the node. It is fetched if needed.
+    ) -> LentFile | None:
+        """Return a verified file on the disk of the node. It is fetched if needed.
 
-        The file stays until `release` or `close`. Processes of the node fetch a file once.
+        The file stays until it is closed. Processes of the node fetch a file once.
 
         Args:
             key: Key of the file.
@@ -149,7 +153,7 @@ class DatasetFiles:
                 function that returns them, which is called if the file is fetched.
 
         Returns:
-            Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
+            The file; None if there is no cache, or if the cache has no room.
 
         Raises:
             MillraceError: No location has the file.
@@ -163,6 +167,20 @@ class DatasetFiles:
                 download(self._reader, item, file)
 
             lent = self._cache.lend(digest, size, fetch)
+        return lent
+
+    def fetch_file(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> Path | None:
+        """Return the path of a verified file on the disk of the node, as `lend_file` does.
+
+        The file stays until `release` or `close`.
+
+        Returns:
+            Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
+
+        Raises:
+            MillraceError: No location has the file.
+        """
+        lent = self.lend_file(key, size, digest, blocks=blocks)
         if lent is None:
             return None
         with self._lock:

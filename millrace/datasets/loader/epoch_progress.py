@@ -76,6 +76,11 @@ class EpochProgress:
         """Number of the epoch at whose end the state was saved; None if it was not at an end."""
         return self._start.epoch - (not self._is_before_end) if self.is_resumed_at_end else None
 
+    @property
+    def unequal_samples(self) -> int:
+        """Number of samples that all ranks together leave out or repeat to end together."""
+        return int(abs(self._ends - self.order.lengths).sum())
+
     def locate_streams(self) -> dict[int, StreamPosition]:
         """Return the positions of the process's streams that may have further samples.
 

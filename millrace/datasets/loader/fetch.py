@@ -6,7 +6,7 @@ two ways:
 - By parts of some MiB, each verified by the digests of its blocks. The parts that follow are
   fetched at the same time.
 - As a whole file on the disk, if there is a cache, or if the dataset has no digests of blocks.
-  Without a cache, the file has no name, and is gone when it is closed.
+  Without a cache, the file has no name, and is gone when it is closed. A warning says so.
 """
 
 import logging
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from millrace import errors
 from millrace.block_lists import read_blocks_at
 from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.disk_cache import LentFile
 from millrace.datasets.loader.mirrored_files import limit_retries
 from millrace.datasets.loader.shard_parts import PartGrowth, ShardParts, allocate_view
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
@@ -38,7 +38,7 @@ from millrace.digest import (
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
-from millrace.storage import Store, read, read_views_and_hash
+from millrace.storage import Store, head, read, read_views_and_hash
 from millrace.storage.mirrored_objects import MirroredObject
 from millrace.threads import DaemonThreadPool
 
@@ -122,7 +122,7 @@ class ShardFetcher:
         self._files, self._table = files, table
         self._part_bytes, self._parts_ahead = part_bytes, parts_ahead
         self._lock = threading.Lock()
-        self._fetched: dict[str, Future[Path | None]] = {}  # whole files that are not open yet
+        self._fetched: dict[str, Future[LentFile | None]] = {}  # whole files that are not open yet
         self._all_blocks: bytes | None = None
         self._lists_at: Store | None = None  # that had the digests of blocks of the last shard
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
@@ -154,6 +154,7 @@ class ShardFetcher:
                 parts_ahead=self._parts_ahead,
                 growth=growth,
             )
+        self._warn_of_copies()
         with tempfile.TemporaryFile(prefix="millrace-shard-") as file:
             copy = partial(
                 self._files.copy_file, shard.key, shard.size, shard.digest, file.fileno()
@@ -162,6 +163,14 @@ class ShardFetcher:
                 self._read_twice(shard, copy)
             except errors.MillraceError as error:
                 self._raise_explained(shard, error)
+            except OSError as error:
+                if error.errno not in errors.FULL_DISK:
+                    raise
+                raise errors.NoSpaceError(
+                    f"{self._name(shard)} has {shard.size:,} bytes, and the folder "
+                    f"{tempfile.gettempdir()} of temporary files has no room for them. Name a "
+                    "larger one in the variable TMPDIR, or give `cache` a folder on another disk."
+                ) from error
             return _ShardFile(self._name(shard), os.dup(file.fileno()), shard.size)
 
     def request(self, number: int) -> None:
@@ -179,10 +188,31 @@ class ShardFetcher:
         with self._lock:
             unused, self._fetched = list(self._fetched.values()), {}
         for one in unused:
-            one.add_done_callback(self._release)
+            one.add_done_callback(_release)
 
     def _name(self, shard: ListedShard) -> str:
         return self._files.stores[0].make_url(shard.key)
+
+    def _warn_of_copies(self) -> None:
+        """Warn once in a process that whole shards are copied, and say why."""
+        with self._lock:
+            if self._files.has_warned_of_copies:
+                return
+            self._files.has_warned_of_copies = True
+        store, key = self._files.stores[0], DatasetKeys(self._table.dataset).block_digests
+        try:
+            head(limit_retries(store), key)
+            reason = f"{store.make_url(key)} does not fit the shards."
+        except errors.MillraceError as error:
+            reason = str(error)
+        logger.warning(
+            "The shards of %s are copied whole into %s before they are read, since the digests of "
+            "their blocks cannot be used: %s Give `cache` a folder with room for shards, or "
+            "correct that.",
+            self._table.dataset,
+            tempfile.gettempdir(),
+            reason,
+        )
 
     def _read_blocks(self, shard: ListedShard) -> bytes:
         """Return the joined digests of a shard's blocks; empty if they are not known."""
@@ -291,8 +321,8 @@ class ShardFetcher:
             ) from error
         raise error
 
-    def _request_file(self, shard: ListedShard) -> Future[Path | None]:
-        """Return the path of a whole file, as soon as it is there; None without room for it."""
+    def _request_file(self, shard: ListedShard) -> Future[LentFile | None]:
+        """Return a whole file, as soon as it is there; None without room for it."""
         with self._lock:
             known = self._fetched.get(shard.digest)
             if known is None:
@@ -307,19 +337,16 @@ class ShardFetcher:
             if is_own := self._fetched.get(shard.digest) is fetched:
                 del self._fetched[shard.digest]
         try:
-            path = fetched.result() if is_own else self._fetch_file(shard)
+            lent = fetched.result() if is_own else self._fetch_file(shard)
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
-        if path is None:
+        if lent is None:
             return None
-        try:  # an open file is read to its end, also if it is removed
-            return _ShardFile(self._name(shard), os.open(path, os.O_RDONLY), shard.size)
-        finally:
-            self._files.release(path)
+        return _ShardFile(self._name(shard), os.open(lent.path, os.O_RDONLY), shard.size, lent)
 
-    def _fetch_file(self, shard: ListedShard) -> Path | None:
+    def _fetch_file(self, shard: ListedShard) -> LentFile | None:
         blocks = partial(self._find_blocks, shard) if len(self._files.stores) > 1 else b""
-        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest, blocks=blocks)
+        fetch = partial(self._files.lend_file, shard.key, shard.size, shard.digest, blocks=blocks)
         return self._read_twice(shard, fetch)
 
     def _find_blocks(self, shard: ListedShard) -> bytes:
@@ -328,18 +355,23 @@ class ShardFetcher:
             return self._read_blocks(shard)
         return b""
 
-    def _release(self, fetched: Future[Path | None]) -> None:
-        """Release a whole file that was fetched and is not needed."""
-        if not fetched.cancelled() and not fetched.exception() and (path := fetched.result()):
-            self._files.release(path)
+
+def _release(fetched: Future[LentFile | None]) -> None:
+    """Release a whole file that was fetched and is not needed."""
+    if not fetched.cancelled() and not fetched.exception() and (lent := fetched.result()):
+        lent.close()
 
 
 class _ShardFile:
-    """A shard that is a whole file on the disk."""
+    """A shard that is a whole file on the disk.
 
-    def __init__(self, name: str, file: int, size: int) -> None:
+    A file of the cache is lent as long as it is open. If it were removed before, its bytes would
+    stay on the disk, and the cache would not count them.
+    """
+
+    def __init__(self, name: str, file: int, size: int, lent: LentFile | None = None) -> None:
         self.name, self.size = name, size
-        self._file = file
+        self._file, self._lent = file, lent
 
     def read(self, start: int, end: int) -> memoryview:
         body = view = allocate_view(max(0, end - start))
@@ -369,3 +401,5 @@ class _ShardFile:
 
     def __del__(self) -> None:
         os.close(self._file)
+        if self._lent is not None:
+            self._lent.close()

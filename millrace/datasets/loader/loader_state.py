@@ -132,6 +132,15 @@ class LoaderState(OrderSettings):
     share: LoaderShare | None = None
     is_after_end: bool = False
 
+    def list_epochs(self) -> set[int]:
+        """Return the epoch, and at an end of one also that before or after it."""
+        epochs = {self.epoch}
+        if self.is_after_end:
+            epochs.add(self.epoch - 1)
+        if self.share is not None and self.share.is_ended:
+            epochs.add(self.epoch + 1)
+        return epochs
+
     def end_epoch(self) -> "LoaderState":
         """Return the state of the end of the epoch, which is the beginning of the next one."""
         none: dict[str, Any] = {"position": 0, "ahead": {}, "positions": None, "share": None}

@@ -1,7 +1,10 @@
 """Load the samples of a dataset that Millrace sharded, in a shuffled order that resumes exactly."""
 
+import logging
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -28,6 +31,7 @@ from millrace.datasets.loader.loader_state import (
 )
 from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
+from millrace.datasets.loader.sample_iterator import Failure, SampleIterator
 from millrace.datasets.loader.sample_stream import (
     StreamPosition,
     StreamSteps,
@@ -47,6 +51,8 @@ from millrace.threads import DaemonThreadPool
 
 if TYPE_CHECKING:
     from millrace.datasets.loader.torch_dataset import TorchShards
+
+logger = logging.getLogger(__name__)
 
 _MOST_STREAMS = 64  # by default
 _LEAST_STREAMS = (
@@ -80,8 +86,9 @@ class ShardLoader:
         decode: Whether fields have the types of the manifest; in tar shards without types, those of
             their extensions. Otherwise they are bytes, for tar shards only.
         seed: Seed of the order.
-        rank: Number of this rank.
-        world_size: Number of ranks, which divides `streams`.
+        rank: Number of this rank; by default 0.
+        world_size: Number of ranks, which divides `streams`; by default 1. They are not taken from
+            the environment, where a warning says that they are missing.
         batch_size: Samples of a batch, which is a list; None gives single samples.
         shuffle: Whether the samples are shuffled.
         streams: Number of streams that are mixed. By default 64, and 1 without shuffling. A smaller
@@ -91,18 +98,21 @@ class ShardLoader:
             together; at the beginning of an epoch a sixteenth, and then more and more. They count
             as in the dataset's largest format. One process that reads all streams takes up to five
             times this memory, or four samples and 2 MiB for each stream if that is more, and 32 MiB
-            for requests. A stream of parquet also takes up to five times a row group, which has up
-            to 1,000 samples.
+            for requests, or 128 MiB with a `cache`. A stream of parquet also takes up to five times
+            a row group, which has up to 1,000 samples.
         window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
-            end at different times. With `transform` or `pack` always ``keep``.
+            end at different times. With `transform` or `pack` always ``keep``. Where workers were
+            at different places when a run stopped, and the number of ranks or workers changed, it
+            can be up to about a batch for each rank, after a warning.
         transform: Function that makes none, one or several samples of a sample.
         pack: Number of tokens of a sequence. The tokens of the samples of a stream follow each
             other, and fewer than `pack` tokens of each stream are left out at its end.
         pack_field: Field with the tokens; by default that of the format ``tokens``.
         cache: Cache of whole shards on the disk of the node, or its folder, which then grows as
-            long as the disk has room.
+            long as the disk has room. Without one, and without readable digests of blocks, whole
+            shards are copied into the folder of temporary files, after a warning.
         warmed: Folder, or several, with files of the dataset below their keys, as a prewarm leaves
             them. They need a cache, which remembers that the files were verified.
 
@@ -125,8 +135,8 @@ class ShardLoader:
         format: str | None = None,  # noqa: A002 - the name of settings and manifests
         decode: bool = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
         streams: int | None = None,
@@ -144,6 +154,9 @@ class ShardLoader:
         keys = DatasetKeys(name)
         manifest = self._files.open().ask_stores(lambda store: read_manifest(store, keys))
         self.table = make_shard_table(manifest, split, _parse_format(format), decode=decode)
+        if rank is None and world_size is None:
+            _warn_of_ranks(os.environ.get("WORLD_SIZE", ""))
+        rank, world_size = rank or 0, 1 if world_size is None else world_size
         _check_ranks(rank, world_size)
         _check_numbers(buffer_bytes, batch_size=batch_size, pack=pack, window=window)
         if streams is None:
@@ -198,6 +211,11 @@ class ShardLoader:
     def samples(self) -> int:
         """Number of samples of an epoch, of all ranks, before `transform` and `pack`."""
         return self._progress.order.total
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if the next iteration is the rest of an epoch that has no more samples."""
+        return self._stays_at_end
 
     def make_mirror_report(self) -> MirrorReport:
         """Return the work of each location in this process, for mirrors and for the cache."""
@@ -266,8 +284,9 @@ class ShardLoader:
             CorruptError: A shard does not have its digest.
             ChangedError: A shard was replaced by one of another size.
             NotFoundError: A shard was deleted.
-            ConfigurationError: The process was forked after the loader was opened, or a later
-                iteration has begun. Or a field without a type cannot be decoded.
+            ConfigurationError: The process was forked after the loader was opened, a later
+                iteration has begun, or this one has failed before. Or a field without a type cannot
+                be decoded.
         """
         self._files.open()
         self._iteration += 1
@@ -279,8 +298,10 @@ class ShardLoader:
             self._progress = self._begin(self._make_first_state(self.epoch))
         self._progress.is_resumed_at_end = False
         if self._batch_size is None:
-            return self._iterate(self._iteration)
-        return self._iterate_batches(self._iteration, self._batch_size)
+            samples = self._iterate(self._iteration)
+        else:
+            samples = self._iterate_batches(self._iteration, self._batch_size)
+        return SampleIterator(samples, Failure(self._progress))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is.
@@ -298,6 +319,10 @@ class ShardLoader:
         self._stays_at_end = self._progress.is_resumed_at_end = False
         if epoch != self.epoch or self._progress.is_ended:
             self._go_to(state)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, also of the current one."""
+        self._go_to(self._make_first_state(epoch))
 
     def stay_at_end(self, epoch: int | None = None) -> None:
         """Let the next iteration have no sample, if the loaded state is of the end of an epoch.
@@ -339,6 +364,7 @@ class ShardLoader:
         self._go_to(found)
         changed = {"streams": found.streams, "window": found.window}
         self._settings = self._settings.model_copy(update=changed)
+        self._warn_of_unequal_ranks()
 
     def read_as_worker(self, worker: int, workers: int) -> None:
         """Take the share of one of several worker processes of this rank.
@@ -362,6 +388,10 @@ class ShardLoader:
 
         With `num_workers`, the store must be a folder, or `multiprocessing_context` "spawn". The
         state is that of a ``StatefulDataLoader`` of torchdata, with any number of workers.
+
+        Give `batch_size` to this loader, and ``batch_size=None`` to the ``DataLoader``. Only then
+        is a state exact after an error within a batch: a ``DataLoader`` that makes the batches
+        drops the samples which it has taken.
         """
         from millrace.datasets.loader.torch_dataset import (  # noqa: PLC0415 - imports torch
             TorchShards,
@@ -415,6 +445,20 @@ class ShardLoader:
                 f"{state.streams}, or begin a new epoch."
             )
 
+    def _warn_of_unequal_ranks(self) -> None:
+        """Warn, in one process, if ranks leave out or repeat more samples than in a whole epoch."""
+        rank, worker, world_size, _ = self._process
+        unequal = self._progress.unequal_samples
+        if unequal >= world_size and rank == worker == 0:
+            logger.warning(
+                "In epoch %d, the ranks together %s about %d samples, since the processes that "
+                "saved the state were at different places. Resume with the same numbers of ranks "
+                "and workers, or with `remainder='keep'`, with which ranks end at different times.",
+                self.epoch,
+                "repeat" if self._remainder is Remainder.PAD else "leave out",
+                unequal,
+            )
+
     def _can_resume_alone(self, share: LoaderShare | None) -> bool:
         """Decide whether this process needs no states of others beside the one with a share.
 
@@ -424,7 +468,7 @@ class ShardLoader:
         own = (self._process, self._remainder)
         return share is None or (share.process, share.remainder) == own
 
-    def _iterate(self, iteration: int) -> Iterator[LoadedSample]:
+    def _iterate(self, iteration: int) -> Generator[LoadedSample]:
         progress = self._progress
         with self._open_samples(progress) as samples:
             while True:
@@ -437,7 +481,7 @@ class ShardLoader:
                 yield sample
             progress.is_ended = True
 
-    def _iterate_batches(self, iteration: int, size: int) -> Iterator[list[LoadedSample]]:
+    def _iterate_batches(self, iteration: int, size: int) -> Generator[list[LoadedSample]]:
         progress, is_ended = self._progress, False
         with self._open_samples(progress) as samples:
             while not is_ended:
@@ -580,6 +624,18 @@ def _choose_remainder(remainder: Remainder | str | None, steps: StreamSteps) -> 
             "ranks when the first one ends."
         )
     return chosen
+
+
+@cache
+def _warn_of_ranks(processes: str) -> None:
+    """Warn once if a launcher such as torchrun has started several processes."""
+    if processes.isdecimal() and int(processes) > 1:
+        logger.warning(
+            "The variable WORLD_SIZE is %s, and the loader was opened without `rank` and "
+            "`world_size`, so each process reads all samples. Give both, or `world_size=1` if that "
+            "is right.",
+            processes,
+        )
 
 
 def _check_ranks(rank: int, world_size: int) -> None:

@@ -1,10 +1,12 @@
 """The guide to loading, block by block."""
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch.distributed as dist
 
 from millrace import PipelineSettings, shard_dataset
 from millrace.datasets.loader import PageLoader
@@ -110,6 +112,11 @@ def follow_samples(guide: Guide, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == ["rank 0 has 500 of 1500", "rank 1 has 500 of 1500", "1500 different samples"]
     guide.execute(names)
     assert capsys.readouterr().out == "750 odd rows\n"
+    guide.execute(names)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    end_together = cast("Callable[[Iterable[int]], Iterator[int]]", names["end_together"])
+    assert list(end_together([1, 2, 3])) == [1, 2, 3]
+    dist.destroy_process_group()
     guide.execute(names)
     assert capsys.readouterr().out == "1500 samples\n"
     guide.execute(names)

@@ -300,29 +300,66 @@ def test_workers_of_torch_read_the_shards_of_a_folder(tmp_path: Path, method: st
         assert sorted(sample["txt"] for sample in data) == texts
         with pytest.raises(errors.ConfigurationError, match="Worker processes read the samples"):
             dataset.state_dict()
+    dataset.set_epoch(0)
     dataset.load_state_dict(state)
     assert dataset.state_dict() == state
 
 
-def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path) -> None:
+def load_epochs(folder: Path, workers: int, count: int) -> list[list[str]]:
+    """Return the texts of epochs by workers that end with each epoch."""
+    from torch.utils.data import DataLoader
+
+    dataset = ShardLoader(folder.as_uri(), "d", streams=4).as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork"
+    )
+    epochs: list[list[str]] = []
+    for epoch in range(count):
+        dataset.set_epoch(epoch)
+        epochs.append([sample["txt"] for sample in data])
+    return epochs
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_stay_go_to_the_epoch_of_their_parent(tmp_path: Path, workers: int) -> None:
     """An epoch may end early, such as with the first rank that has no more samples."""
     from torch.utils.data import DataLoader
 
     write_texts(tmp_path)
-    alone = ShardLoader(tmp_path.as_uri(), "d")
-    epochs = [[sample["txt"] for sample in alone] for _ in range(4)]
-    dataset = ShardLoader(tmp_path.as_uri(), "d").as_torch_dataset()
+    epochs = load_epochs(tmp_path, workers, 4)
+    dataset = ShardLoader(tmp_path.as_uri(), "d", streams=4).as_torch_dataset()
     data = DataLoader(
-        dataset, batch_size=None, num_workers=1, timeout=120, multiprocessing_context="fork",
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork",
         persistent_workers=True,
     )  # fmt: skip
-    for epoch, count in ((0, 5), (1, 40), (3, 7), (2, 40), (3, 3), (0, 40)):
+    for epoch, count in ((0, 5), (0, 40), (1, 40), (3, 7), (2, 40), (3, 3), (0, 39), (0, 40)):
         dataset.set_epoch(epoch)
         found = [sample["txt"] for sample in itertools.islice(data, count)]
+        assert found == epochs[epoch][:count], (epoch, count)
+    dataset.load_state_dict(ShardLoader(tmp_path.as_uri(), "d").state_dict())
+    samples = iter(data)
+    for _ in range(6):
+        with pytest.raises(errors.ConfigurationError, match="A state was loaded after the worker"):
+            next(samples)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_iteration_of_workers_that_stay_is_the_next_epoch(
+    tmp_path: Path, workers: int
+) -> None:
+    """A worker reads ahead, so it may have ended an epoch which the trainer has left before."""
+    from torch.utils.data import DataLoader
+
+    write_texts(tmp_path)
+    epochs = load_epochs(tmp_path, workers, 5)
+    dataset = ShardLoader(tmp_path.as_uri(), "d", streams=4).as_torch_dataset()
+    data = DataLoader(
+        dataset, batch_size=None, num_workers=workers, timeout=120, multiprocessing_context="fork",
+        persistent_workers=True,
+    )  # fmt: skip
+    for epoch, count in enumerate((5, 40, 37, 1, 40)):
+        found = [sample["txt"] for sample in itertools.islice(data, count)]
         assert found == epochs[epoch][:count], epoch
-    dataset.load_state_dict(alone.state_dict())
-    with pytest.raises(errors.ConfigurationError, match="A state was loaded after the worker"):
-        next(iter(data))
 
 
 def test_a_copy_of_a_dataset_for_torch_leaves_the_state_of_the_original(tmp_path: Path) -> None:
@@ -467,6 +504,27 @@ def test_a_training_with_other_workers_reads_the_next_epoch_once(
     assert {epoch: sorted(one) for epoch, one in second.received.items()} == {
         0: [], 1: texts, 2: texts
     }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_state_of_the_epoch_before_that_of_set_epoch_is_refused(
+    tmp_path: Path, workers: int
+) -> None:
+    """An epoch ends early, and the training is saved before it takes a batch of the next one."""
+    write_texts(tmp_path)
+    first = Training(tmp_path, workers, 8)
+    first.dataset.set_epoch(0)
+    assert len(list(itertools.islice(first.data, 2))) == 2
+    first.dataset.set_epoch(1)
+    saved = {"epoch": 1, "data": first.data.state_dict()}
+    for others in (False, True):
+        second = Training(tmp_path, workers, 8)
+        with pytest.raises(errors.ConfigurationError, match="is of epoch 0, and `set_epoch` has n"):
+            second.run(saved, epochs=2, others=others)
+    again = Training(tmp_path, workers, 8)
+    again.run({**saved, "epoch": 0}, epochs=1)
+    assert len(again.received[0]) == 24
 
 
 def test_a_checkpoint_in_a_folder_is_loaded_in_a_forked_process(tmp_path: Path) -> None:

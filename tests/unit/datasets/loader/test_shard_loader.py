@@ -1,5 +1,7 @@
 """Refusals of a loader of samples, and the sequences of packed tokens."""
 
+import contextlib
+import errno
 import itertools
 import math
 import pickle
@@ -7,6 +9,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ import pytest
 
 from millrace import errors
 from millrace.datasets.formats import FieldType
-from millrace.datasets.loader import Remainder, ShardLoader, fetch
+from millrace.datasets.loader import Remainder, ShardLoader, fetch, shard_loader
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
+from millrace.datasets.loader.fetch import ShardFetcher
+from millrace.datasets.loader.readers import offset_table
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import open_store, put, read
@@ -81,6 +86,25 @@ def make(url: str) -> Make:
 def test_an_invalid_argument_is_a_sentence(make: Make, options: dict[str, Any], text: str) -> None:
     with pytest.raises(errors.ConfigurationError, match=text):
         make(**options)
+
+
+def test_a_loader_without_ranks_among_several_processes_is_a_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, if a launcher has set the variable."""
+    monkeypatch.setattr(
+        shard_loader, "_warn_of_ranks", cache(shard_loader._warn_of_ranks.__wrapped__)
+    )
+    for value in ("", "1", "all"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        make()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    make(world_size=1)
+    make(rank=0)
+    assert caplog.records == []
+    assert [make().samples for _ in range(2)] == [sum(SIZES)] * 2
+    (warning,) = caplog.records
+    assert "WORLD_SIZE is 8, and the loader was opened without `rank`" in warning.getMessage()
 
 
 def test_the_order_does_not_depend_on_the_format_whose_samples_are_smaller(make: Make) -> None:
@@ -264,6 +288,31 @@ def test_ranks_that_were_at_different_places_need_the_states_of_all_under_anothe
     assert sorted(received) == sorted(f"k{n}" for n in range(sum(SIZES)))
 
 
+@pytest.mark.parametrize(("rule", "change"), [("drop", "leave out"), ("pad", "repeat")])
+def test_a_warning_has_the_samples_that_ranks_leave_out_or_repeat_after_workers(
+    make: Make, rule: str, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    states, received = list[dict[str, Any]](), list[str]()
+    for worker, count in enumerate((8, 2)):
+        loader = make(streams=4, remainder=rule)
+        loader.read_as_worker(worker, 2)
+        received += [sample["__key__"] for sample in itertools.islice(loader, count)]
+        states.append(loader.state_dict())
+    for rank in range(4):
+        loader = make(streams=4, rank=rank, world_size=4, remainder=rule)
+        loader.load_state_dict(states)
+        received += [sample["__key__"] for sample in loader]
+    lost, repeated = sum(SIZES) - len(set(received)), len(received) - len(set(received))
+    assert (lost, repeated) == ((6, 0) if rule == "drop" else (0, 6))
+    (warning,) = caplog.records
+    assert f"In epoch 0, the ranks together {change} about 6 samples" in warning.getMessage()
+    caplog.clear()
+    for world_size in (1, 2):
+        make(streams=4, world_size=world_size, remainder=rule).load_state_dict(states)
+        make(streams=4, world_size=4, remainder="keep").load_state_dict(states)
+    assert caplog.records == []
+
+
 def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
     state = make(streams=4, window=3).state_dict()
     loader = make(streams=2, window=1)
@@ -280,6 +329,41 @@ def test_an_older_iteration_is_refused_after_a_later_one(make: Make) -> None:
     next(iter(loader))
     with pytest.raises(errors.ConfigurationError, match="A later iteration of the loader"):
         next(older)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iteration_that_has_failed_does_not_look_ended(
+    mirrors: list[Path], batch_size: int | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.data import DataLoader
+
+    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10, batch_size=batch_size)
+    expected = list(ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10))
+    opened: list[int] = []
+    open_shard = ShardFetcher.open
+
+    def fail_once(fetcher: ShardFetcher, number: int, *args: Any) -> Any:
+        opened.append(number)
+        if len(opened) == 2:
+            raise errors.UnavailableError("The store cannot be reached.")
+        return open_shard(fetcher, number, *args)
+
+    monkeypatch.setattr(ShardFetcher, "open", fail_once)
+    forks: Any = {"timeout": 120, "multiprocessing_context": "fork"} if workers else {}
+    data = DataLoader(loader.as_torch_dataset(), batch_size=None, num_workers=workers, **forks)
+    samples, received = iter(data), list[Any]()
+    with pytest.raises(errors.UnavailableError, match="The store cannot be reached"):
+        received.extend(samples)
+    for _ in range(3):
+        with pytest.raises(errors.ConfigurationError, match="of the samples has failed before"):
+            next(samples)
+    if not workers:
+        received += loader
+        assert list(samples) == []
+        samples = received if batch_size is None else itertools.chain(*received)
+        assert [one["__key__"] for one in samples] == [one["__key__"] for one in expected]
 
 
 def test_batches_have_their_size_and_the_last_has_the_rest(make: Make) -> None:
@@ -445,13 +529,37 @@ def test_a_cache_without_room_leaves_the_samples_as_they_are(
     assert cache.held_bytes <= 2 << 20
 
 
+def test_shards_that_are_read_stay_in_the_cache(mirrors: list[Path], tmp_path: Path) -> None:
+    """A file that is removed before it is closed takes bytes that the cache does not count."""
+    expected = load_bodies(ShardLoader(mirrors[1].as_uri(), "d"))
+    cache = DiskCache(tmp_path / "cache", 4 << 20)  # two shards of four
+    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=8, cache=cache)
+    found: dict[str, bytes] = {}
+    for sample in loader:
+        found[sample["__key__"]] = sample["bin"]
+        assert list_removed(cache.folder) == []
+        assert cache.held_bytes <= cache.max_bytes
+    assert found == expected
+
+
+def list_removed(folder: Path) -> list[str]:
+    """Return the files of a folder that are open in this process, and have no name any more."""
+    found: list[str] = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            path = str(each.readlink())
+            if path.startswith(f"{folder}/files/") and each.stat().st_nlink == 0:
+                found.append(path)
+    return found
+
+
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_an_iteration_that_ends_early_fetches_no_more_and_lends_nothing(
     is_cached: bool, mirrors: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fetches the second shard when it ends."""
     begun, go_on, fetched = threading.Event(), threading.Event(), list[object]()
-    name = "fetch_file" if is_cached else "read_object"
+    name = "lend_file" if is_cached else "read_object"
     fetch = getattr(DatasetFiles, name)
 
     def fetch_late(files: DatasetFiles, shard: object, *args: Any, **options: Any) -> Any:
@@ -474,7 +582,10 @@ def test_an_iteration_that_ends_early_fetches_no_more_and_lends_nothing(
         if thread.name.startswith("shard-"):
             thread.join(60)
     assert len(set(fetched)) == 2
-    assert loader._files.open()._lent == {}
+    if cache is not None:
+        names = [path.name for path in (cache.folder / "files").iterdir()]
+        assert len(names) == 2
+        assert all(cache._remove(name) for name in names)
 
 
 def test_a_folder_of_a_cache_that_cannot_be_made_is_named(url: str, tmp_path: Path) -> None:
@@ -647,6 +758,50 @@ def test_digests_of_blocks_are_read_where_they_are(
     assert len(copied) == 4
 
 
+def test_a_warning_says_why_whole_shards_are_copied(
+    mirrors: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=4)
+    expected = load_bodies(loader)
+    assert caplog.text == ""
+    digests = mirrors[1] / DatasetKeys("d").block_digests
+    body = digests.read_bytes()
+    for change, reason in (
+        (digests.unlink, f"There is no {digests.as_uri()}. Give `cache`"),
+        (lambda: digests.write_bytes(bytes(len(body))), "does not fit the shards. Give `cache`"),
+    ):
+        change()
+        loader = ShardLoader(mirrors[1].as_uri(), "d", streams=4)
+        for _ in range(2):
+            assert load_bodies(loader) == expected
+        assert len(caplog.records) == 1
+        assert reason in caplog.text
+        caplog.clear()
+
+    def fill_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DatasetFiles, "copy_file", fill_disk)
+    with pytest.raises(errors.NoSpaceError, match=r"of temporary files has no room.*TMPDIR"):
+        load_bodies(loader)
+
+
+def test_a_warning_says_that_the_digests_of_blocks_cannot_be_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Credentials may be confined to the shards."""
+    samples = [Sample(f"k{n}", {"bin": bytes([n]) * 400_000}, n) for n in range(6)]
+    with serve_s3() as endpoint:
+        store = endpoint.open()
+        write_dataset(store, "d", ["mds"], {"bin": FieldType.BYTES}, [samples])
+        key = DatasetKeys("d").block_digests
+        endpoint.refusals.append(Refusal("", 403, "AccessDenied", times=9, key=key))
+        loader = ShardLoader(store.spec, "d")
+        assert load_bodies(loader) == {sample.key: sample.fields["bin"] for sample in samples}
+    assert len(caplog.records) == 1
+    assert "block_digests.bin: the store refuses these credentials" in caplog.text
+
+
 def test_the_folders_of_a_loader_are_those_of_this_machine(
     mirrors: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,12 +826,47 @@ def test_a_dataset_for_torch_stays_at_the_end_of_the_epoch_that_was_set(make: Ma
     dataset = make().as_torch_dataset()
     assert list(dataset) == epochs[0]
     state = dataset.state_dict()
-    for epoch, rest in ((None, epochs[1]), (1, epochs[1]), (0, []), (2, epochs[1])):
+    for epoch, rest in ((None, epochs[1]), (1, epochs[1]), (0, [])):
         again = make().as_torch_dataset()
         if epoch is not None:
             again.set_epoch(epoch)
         again.load_state_dict(state)
         assert list(again) == rest
+    again.set_epoch(2)
+    before = again.state_dict()
+    with pytest.raises(errors.ConfigurationError, match="of epoch 1, and `set_epoch` has named ep"):
+        again.load_state_dict(state)
+    assert again.state_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_state_of_torchdata_has_no_sample_of_a_batch_that_failed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def open_data(state: Any = None) -> StatefulDataLoader[Any]:
+        dataset = make(format="mds", batch_size=4).as_torch_dataset()
+        if state is not None:
+            dataset.load_state_dict(state)
+        return StatefulDataLoader(dataset, batch_size=None, collate_fn=list)
+
+    calls = itertools.count(1)
+    decode = offset_table._StoredRows.__getitem__
+
+    def decode_or_fail(rows: Any, index: int) -> Any:
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return decode(rows, index)
+
+    monkeypatch.setattr(offset_table._StoredRows, "__getitem__", decode_or_fail)
+    data, received = open_data(), list[Any]()
+    with pytest.raises(KeyboardInterrupt):
+        received.extend(itertools.chain.from_iterable(data))
+    assert len(received) == 4
+    for batch in open_data(data.state_dict()):
+        received += batch
+    assert sorted(one["txt"] for one in received) == sorted(map(str, range(sum(SIZES))))
 
 
 @pytest.mark.parametrize("options", [{"remainder": "keep"}, {"transform": dict}])
