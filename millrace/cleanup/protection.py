@@ -25,6 +25,7 @@ from millrace.records import fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Backend, Stat, Store, list_objects, read
+from millrace.storage.overlap import locate_prefix
 
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
 _MAX_SCOPES = 10_000  # scopes whose leases are cached; each folder of other objects is one
@@ -48,6 +49,16 @@ def read_store_clock(store: Store, fallback: StoreClock | None = None) -> StoreC
     except errors.DeniedError:
         own = StoreClock.read_machine_clock()
         return min(own, fallback or own, key=StoreClock.now)
+
+
+def find_path(store: Store) -> str:
+    """Return the last folders of the path of a store's URL, each with a slash at its end.
+
+    In front of a key, they show whether the URL is a folder of another store. The path is empty for
+    a whole bucket. Links of a folder are resolved.
+    """
+    path = locate_prefix(store)[1]
+    return "/".join(path.split("/")[-MAX_DEPTH - 1 :]).lstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,7 @@ class Judge:
         now: Time of the store's clock.
         pinned: Keys and folders that no rule deletes.
         other_stores: Objects of the other stores that are searched for leases and references.
+        path: Path of the bucket's URL; empty for a whole bucket.
     """
 
     def __init__(
@@ -250,10 +251,11 @@ class Judge:
         *,
         pinned: Iterable[str] = (),
         other_stores: Iterable[ListedObject] = (),
+        path: str = "",
     ) -> None:
         self.objects = {listed.key: listed for listed in objects}
         self.parsed = {key: parse_key(key) for key in self.objects}
-        self.rules, self.now, self.pinned = rules, now, list(pinned)
+        self.rules, self.now, self.pinned, self.path = rules, now, list(pinned), path
         self.all_objects = [*self.objects.values(), *other_stores]
         self.numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         for parsed in filter(None, self.parsed.values()):
@@ -291,6 +293,9 @@ class Judge:
             parsed = known or ParsedKey("other", key.rpartition("/")[0])
             if known is None and is_of_nested_store(key):
                 continue
+            is_of_templar = parsed.kind == "gathers" and not parsed.scope
+            if (known is None or is_of_templar) and self._is_of_store_above(key):
+                continue
             if parsed.kind in {"checkpoints", "dataset", "record"}:
                 continue
             rule_index = self._find_first_rule(self._get_rule_kind(parsed), key, parsed)
@@ -308,6 +313,10 @@ class Judge:
             if kind == "dataset":
                 found |= self._list_dataset_deletions(scope)
         return found
+
+    def _is_of_store_above(self, key: str) -> bool:
+        """Decide whether the bucket's URL is a folder of another store that the object is of."""
+        return bool(self.path) and is_of_nested_store(f"/{self.path}/{key}")
 
     def _find_leased_scopes(self) -> Iterable[str]:
         """Yield the scopes that have a lease which its holder has not ended."""
