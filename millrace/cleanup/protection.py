@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -167,10 +167,13 @@ class ProtectionPolicy:
         """Return which process holds a lease of a run, job or dataset; empty if none does.
 
         The leases of each folder above it count too, but none deeper than a name of ours can be.
+        The first folder is that of the store's URL, which may be a job's, and has the empty scope.
         """
         parts = scope.split("/")[:_MAX_LEASE_DEPTH]
         ancestors = ("/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth])
-        return next((text for one in ancestors if (text := self._describe_own_holder(one))), "")
+        return next(
+            (text for one in ("", *ancestors) if (text := self._describe_own_holder(one))), ""
+        )
 
     def _describe_own_holder(self, scope: str) -> str:
         """Return which process holds a lease of a scope itself; empty if none does."""
@@ -222,14 +225,17 @@ class ProtectionPolicy:
         return Census(store, scope, "", clock)
 
     def _iterate_holders(self, scope: str) -> Iterator[str]:
-        for number in range(len(self._stores)):
+        for number, (store, _) in enumerate(self._stores):
+            name = scope or PurePosixPath(find_path(store)).name
+            if not name:  # a whole bucket is the folder of no job
+                continue
             try:
                 holders = self._open_census(number, scope).find_holders()
             except errors.CorruptError as error:  # a member can write what is no lease
-                yield f"a lease of {scope} may be held, as it cannot be read ({error})"
+                yield f"a lease of {name} may be held, as it cannot be read ({error})"
                 continue
             for held in holders.values():
-                yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
+                yield f"{name} is worked on by {held.holder.host} (process {held.holder.pid})"
 
     def _explain_chain_protection(self, classified: ClassifiedKey) -> str:
         """Return why an object of a chain is needed; empty if it is not."""

@@ -82,6 +82,8 @@ class Filling:
             self.fill_dataset(name)
         for key in OTHERS:
             place.put(key, hours=self.draw_hours())
+        if self.dice.random() < 0.1:
+            place.put_lease("", "members/m1")
 
     def draw_hours(self) -> float:
         return self.dice.choice([0, 3, 30, 60, 200])

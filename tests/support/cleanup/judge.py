@@ -322,16 +322,18 @@ class Judge:
         """Yield the scopes that have a lease which its holder has not ended."""
         groups: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for listed in self.all_objects:
-            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", listed.key)
-            if match and "/lease/" in listed.key:
+            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", f"/{listed.key}")
+            if match and "/lease/" in match[1]:
                 groups[match[1]][int(match[2])].add(match[3])
         for prefix, epochs in groups.items():
             newest = epochs[max(epochs)]
             if "json" in newest and "end" not in newest:  # leases of the tests last for an hour
-                yield prefix.partition("/lease/")[0]
+                yield prefix.partition("/lease/")[0].removeprefix("/")
 
     def _is_leased(self, scope: str) -> bool:
         """Decide whether a scope, or one above it, has a lease."""
+        if self.path and "" in self.leased_scopes:  # of the folder that the URL is
+            return True
         return any(
             scope == leased or scope.startswith(f"{leased}/") for leased in self.leased_scopes
         )
