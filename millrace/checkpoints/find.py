@@ -265,8 +265,25 @@ def iterate_checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
 
 
 def find_newest(store: Store, job: str) -> Checkpoint | None:
-    """Return the newest complete checkpoint, or None. The files are not read."""
+    """Return the newest complete checkpoint whose metadata can be read, or None.
+
+    The files are not read.
+    """
     return next(iterate_checkpoints(store, job), None)
+
+
+def read_newest(store: Store, job: str) -> Checkpoint | None:
+    """Return the newest complete checkpoint, or None. No older one is taken for it.
+
+    Raises:
+        CorruptError: The metadata of the newest one cannot be read.
+    """
+    _, found = next(survey(store, job), (0, None))
+    if isinstance(found, errors.CorruptError):
+        raise type(found)(
+            f"{found} To take an older checkpoint, name its step (`--step`)."
+        ) from found
+    return found
 
 
 def verify(
