@@ -13,6 +13,7 @@ from millrace.checkpoints.block_digests import read_block_list
 from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.digest import compute_digest, dump_canonical_json
 from millrace.keys.checkpoints import CHECKPOINTS, EPOCH_FOLDERS, CheckpointKeys
+from millrace.keys.names import MAX_DEPTH
 from millrace.progress import Progress, ignore_event
 from millrace.records import Commit, commit_once, decode_record, fetch, list_differences
 from millrace.schemas.checkpoint import Checkpoint, Part, Quarantine, RankShare, TensorRecord
@@ -39,7 +40,7 @@ class VerifyDepth(StrEnum):
     DIGESTS = "digests"
 
 
-def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[str]:
+def find_jobs(store: Store, prefix: str = "", *, deepest: int = MAX_DEPTH) -> Iterator[str]:
     """Yield the names of jobs with a folder of checkpoints. One listing per folder.
 
     The folders of a job with the ends of its epochs are not searched.
@@ -47,7 +48,8 @@ def find_jobs(store: Store, prefix: str = "", *, deepest: int = 8) -> Iterator[s
     Args:
         store: Store to search.
         prefix: Folder to search; it ends in ``/``, or is empty.
-        deepest: Largest number of folders in a job's name below the prefix.
+        deepest: Largest number of folders in a job's name below the prefix; by default all that a
+            name can have.
     """
     yield from _iterate_jobs(store, prefix, list_folders(store, prefix), deepest)
 
@@ -265,8 +267,25 @@ def iterate_checkpoints(store: Store, job: str) -> Iterator[Checkpoint]:
 
 
 def find_newest(store: Store, job: str) -> Checkpoint | None:
-    """Return the newest complete checkpoint, or None. The files are not read."""
+    """Return the newest complete checkpoint whose metadata can be read, or None.
+
+    The files are not read.
+    """
     return next(iterate_checkpoints(store, job), None)
+
+
+def read_newest(store: Store, job: str) -> Checkpoint | None:
+    """Return the newest complete checkpoint, or None. No older one is taken for it.
+
+    Raises:
+        CorruptError: The metadata of the newest one cannot be read.
+    """
+    _, found = next(survey(store, job), (0, None))
+    if isinstance(found, errors.CorruptError):
+        raise type(found)(
+            f"{found} To take an older checkpoint, name its step (`--step`)."
+        ) from found
+    return found
 
 
 def verify(

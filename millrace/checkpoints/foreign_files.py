@@ -12,9 +12,11 @@ from typing import Protocol
 from millrace import errors
 from millrace.extras import import_extra_module
 from millrace.hub.spec import HubSpec
+from millrace.keys.names import find_common_prefix
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import (
     Location,
+    Stat,
     Store,
     StoreSpec,
     list_folders,
@@ -74,7 +76,19 @@ class ForeignFiles(Protocol):
         ...
 
     def fetch(self, key: str, folder: Path) -> Path:
-        """Copy a file into a folder of this machine, and return its path there."""
+        """Copy a file of a listed folder into a folder of this machine, and return its path there.
+
+        Raises:
+            ChangedError: The file was written since its folder was listed.
+        """
+        ...
+
+    def check_unchanged(self) -> None:
+        """Check that no file that was fetched was written since its folder was listed.
+
+        Raises:
+            ChangedError: One was, so the files may be of several versions of the weights.
+        """
         ...
 
 
@@ -86,6 +100,8 @@ class LocalForeignFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._versions: dict[str, tuple[int, int, int]] = {}  # of the listed files
+        self._fetched: list[str] = []
 
     @property
     def url(self) -> str:
@@ -108,32 +124,51 @@ class LocalForeignFiles:
             raise errors.NotFoundError(
                 f"{broken[0]} is a link to a file that does not exist: complete the folder."
             )
-        files = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        files: dict[str, int] = {}
+        for entry in entries:
+            if entry.is_file():
+                version = _find_version(entry)
+                self._versions[prefix + entry.name] = version
+                files[entry.name] = version[1]
         return ForeignFolder(files, tuple(entry.name for entry in entries if entry.is_dir()))
 
     def fetch(self, key: str, folder: Path) -> Path:
         """Copy a file into a folder.
 
         Raises:
-            ChangedError: The file was written meanwhile.
+            ChangedError: The file was written since its folder was listed.
             DeniedError: This process may not read the file.
             NoSpaceError: The disk of the folder is full.
         """
         source, path = self._folder / key, folder / key.rpartition("/")[2]
         with _explain_full_disk(folder, source):
             try:
-                before = _find_version(source)
                 shutil.copyfile(source, path)
-                after = _find_version(source)
             except OSError as error:
                 if error.errno in errors.FULL_DISK:
                     raise
                 raise errors.DeniedError(f"{source} cannot be read ({error.strerror}).") from error
-        if before != after:
-            raise errors.ChangedError(
-                f"{source} was written while it was copied: import it when no program writes it."
-            )
+        self._check_version(key)
+        self._fetched.append(key)
         return path
+
+    def check_unchanged(self) -> None:
+        """Check that no file that was fetched was written since its folder was listed.
+
+        Raises:
+            ChangedError: One was.
+        """
+        for key in self._fetched:
+            self._check_version(key)
+
+    def _check_version(self, key: str) -> None:
+        source = self._folder / key
+        try:
+            version = _find_version(source)
+        except FileNotFoundError:
+            raise _make_changed_error(source) from None
+        if version != self._versions[key]:
+            raise _make_changed_error(source)
 
 
 class StoredForeignFiles:
@@ -141,6 +176,8 @@ class StoredForeignFiles:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._listed: dict[str, Stat] = {}
+        self._fetched: list[str] = []
 
     @property
     def url(self) -> str:
@@ -154,6 +191,7 @@ class StoredForeignFiles:
             name = stat.key.removeprefix(prefix)
             if "/" not in name:
                 files[name] = stat.size
+                self._listed[stat.key] = stat
             if count == _MAX_FILES:
                 raise errors.ConfigurationError(
                     f"{self._store.make_url(prefix)} has more than {_MAX_FILES:,} files: write the "
@@ -165,13 +203,31 @@ class StoredForeignFiles:
         """Copy a file into a folder.
 
         Raises:
+            ChangedError: The file was written since its folder was listed.
             NoSpaceError: The disk of the folder is full.
         """
-        path = folder / key.rpartition("/")[2]
-        with _explain_full_disk(folder, self._store.make_url(key)), path.open("wb") as file:
-            for block in stream(self._store, key):
-                file.write(block)
+        path, url = folder / key.rpartition("/")[2], self._store.make_url(key)
+        with _explain_full_disk(folder, url), path.open("wb") as file:
+            try:
+                for block in stream(self._store, key, etag=self._listed[key].etag):
+                    file.write(block)
+            except errors.ChangedError as error:
+                raise _make_changed_error(url) from error
+        self._fetched.append(key)
         return path
+
+    def check_unchanged(self) -> None:
+        """Check that no file that was fetched was written since its folder was listed.
+
+        Raises:
+            ChangedError: One was.
+        """
+        now = {
+            stat.key: stat for stat in list_objects(self._store, find_common_prefix(self._fetched))
+        }
+        for key in self._fetched:
+            if now.get(key) != self._listed[key]:
+                raise _make_changed_error(self._store.make_url(key))
 
 
 class HubForeignFiles:
@@ -224,6 +280,9 @@ class HubForeignFiles:
                         "again."
                     )
         return path
+
+    def check_unchanged(self) -> None:
+        """Do nothing: the files of a commit stay as they are."""
 
 
 def open_foreign_files(place: str | StoreSpec | HubSpec) -> tuple[ForeignFiles, str]:
@@ -284,6 +343,12 @@ def _find_version(path: Path) -> tuple[int, int, int]:
     """Return the inode and the size of a file, and the time when it was written."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _make_changed_error(source: object) -> errors.ChangedError:
+    return errors.ChangedError(
+        f"{source} was written while it was imported: import it when no program writes it."
+    )
 
 
 @contextmanager

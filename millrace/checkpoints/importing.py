@@ -104,7 +104,7 @@ def import_checkpoint(
         NotFoundError: There are no weights.
         ConfigurationError: It is not clear which files to import, or a value cannot be saved.
         CorruptError: A file is damaged, or has another format.
-        ChangedError: A file was written while it was copied.
+        ChangedError: A file was written while the files were copied, which may be of two versions.
         NoSpaceError: The temporary folder has too little space for the files.
     """
     files, name = open_foreign_files(source)
@@ -115,6 +115,7 @@ def import_checkpoint(
         for key in selected.keys:
             url = f"{files.url}/{key}"
             _merge(state, _read_file(url, files.fetch(key, folder), only), url)
+        files.check_unchanged()
         _check_names(state, selected, files.url)
         if all(isinstance(value, torch.Tensor) for value in state.values()):
             state = {"model": state}

@@ -14,7 +14,7 @@ from millrace.checkpoints.contents import ReadTarget, read_part
 from millrace.checkpoints.find import VerifyDepth, find_newest_verified, read_checkpoint
 from millrace.checkpoints.parts import parse_dtype
 from millrace.checkpoints.pinned_memory import map_pinned
-from millrace.checkpoints.tensor_shards import find_local_shard
+from millrace.checkpoints.tensor_shards import find_local_shard, is_on_several_ranks
 from millrace.checkpoints.tree import (
     SKELETON,
     find_array_names,
@@ -138,7 +138,8 @@ def load_into(
         state: State with the same structure as the saved one. Missing tensors are not read.
         store: Store of the job.
         job: Name of the job.
-        step: Step to load, as for `load`. All ranks of a group load the same step.
+        step: Step to load, as for `load`. All ranks of a group load the same step, so the step must
+            be given if a tensor is distributed over several ranks.
         rank: Rank whose own state is loaded too.
         progress: Receives `CheckpointDamaged` for skipped checkpoints.
 
@@ -149,9 +150,16 @@ def load_into(
         NotFoundError: There is no checkpoint that can be loaded.
         CorruptError: A file of the given step has other bytes than were saved.
         ConfigurationError: A tensor is not in the checkpoint, has another shape or type there, or
-            has the path of another one.
+            has the path of another one. Or a tensor is on several ranks, and no step is given.
     """
     given = {name: tensor for name, tensor in flatten_state(state).items() if name != SKELETON}
+    for name, tensor in given.items():
+        if step is None and is_on_several_ranks(tensor):
+            raise errors.ConfigurationError(
+                f"{name!r} is distributed over several ranks, and each rank could find another "
+                "newest checkpoint: give `step` on all ranks, such as that of "
+                "`find_newest_verified` on the first one."
+            )
 
     def select_tensors(checkpoint: Checkpoint) -> dict[str, _TensorRequest]:
         _require_clear_names(given, checkpoint)

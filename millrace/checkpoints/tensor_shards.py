@@ -114,6 +114,11 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_on_several_ranks(tensor: torch.Tensor) -> bool:
+    """Decide whether a tensor is a DTensor of a mesh with more than one rank."""
+    return is_distributed(tensor) and cast("Any", tensor).device_mesh.size() > 1
+
+
 def is_covered_once(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     """Decide whether boxes cover each element of a tensor exactly once."""
     chunks = tuple(chunk for chunk in chunks if 0 not in chunk.shape)

@@ -28,9 +28,10 @@ from millrace.cleanup.copy_result import CopyOutcome, CopyResult
 from millrace.cleanup.object_copier import ObjectCopier
 from millrace.cleanup.planner import list_with_progress
 from millrace.cleanup.progress_events import ObjectsCopied
+from millrace.cleanup.protection import find_path
 from millrace.cleanup.usage import ObjectFilter
 from millrace.keys.checkpoints import CheckpointKeys, is_metadata_key, parse_part_digest
-from millrace.keys.kinds import classify_key
+from millrace.keys.kinds import classify_key, split_store_prefix
 from millrace.keys.rentals import is_installation_key
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
@@ -156,11 +157,12 @@ def _copy_pairs(
         remove_partial_files(destination, objects.prefix)
     pairs, files = _pair(source, destination, objects), _FileTracker(destination)
     metadata: list[_Pair] = []  # copied last, so that no reader finds it without its files
-    collector = _OutcomeCollector(result)
+    path = find_path(source)
+    collector = _OutcomeCollector(result, path)
 
     def select_others() -> Iterator[_Pair]:
         for stat, there in pairs:
-            if is_installation_key(stat.key):
+            if any(is_installation_key(key) for key in (stat.key, f"{path}{stat.key}")):
                 result.add_skipped(stat.key, _INSTALLATION_REASON)
                 continue
             if marks_folder(stat) and not destination.is_s3_compatible:
@@ -170,7 +172,7 @@ def _copy_pairs(
             if file and there is None:
                 reason = f"{destination.url} cannot have a file and a folder named {file!r}."
                 result.add_failure(stat.key, reason)
-            elif is_metadata_key(stat.key):
+            elif is_metadata_key(split_store_prefix(f"{path}{stat.key}")[1]):
                 metadata.append((stat, there))
             else:
                 yield stat, there
@@ -206,10 +208,11 @@ class _OutcomeCollector:
 
     Args:
         result: Result to count in.
+        path: Path of the source's URL, which may be a job's own folder.
     """
 
-    def __init__(self, result: CopyResult) -> None:
-        self._result = result
+    def __init__(self, result: CopyResult, path: str) -> None:
+        self._result, self._path = result, path
         self._done: queue.SimpleQueue[tuple[Stat, Future[CopyOutcome]]] = queue.SimpleQueue()
         self._unavailable: list[errors.UnavailableError] = []  # since the last copied object
         self._bad_parts: set[str] = set()  # files of checkpoints
@@ -243,7 +246,7 @@ class _OutcomeCollector:
     ) -> Iterator[_Pair]:
         """Yield the metadata of checkpoints without a bad file. The others are failures."""
         for stat, there in metadata:
-            bad = _find_bad_part(source, stat.key, self._bad_parts)
+            bad = _find_bad_part(source, self._path, stat.key, self._bad_parts)
             if bad and (there is None or overwrite):
                 reason = f"Its file {bad} was not copied, or differs there: copy both again."
                 self._result.add_failure(stat.key, reason)
@@ -285,26 +288,30 @@ class _OutcomeCollector:
         self._note_bad_part(key)
 
     def _note_bad_part(self, key: str) -> None:
-        if parse_part_digest(key):
+        if parse_part_digest(split_store_prefix(f"{self._path}{key}")[1]):
             self._bad_parts.add(key)
 
 
-def _find_bad_part(source: Store, key: str, bad_parts: Set[str]) -> str:
+def _find_bad_part(source: Store, path: str, key: str, bad_parts: Set[str]) -> str:
     """Return a bad file that the metadata of a checkpoint names; empty if it names none.
 
     Metadata that cannot be read is copied as it is.
     """
-    classified = classify_key(key)
+    prefix, inner_key = split_store_prefix(f"{path}{key}")
+    classified = classify_key(inner_key)
     if classified is None or not bad_parts:
         return ""
     keys = CheckpointKeys(classified.scope)
-    if not any(one.startswith(keys.prefix) for one in bad_parts):
+    if not any(f"{path}{one}".startswith(f"{prefix}{keys.prefix}") for one in bad_parts):
         return ""
     try:
         found = fetch(source, key, Checkpoint)
     except errors.MillraceError:
         return ""
-    named = (keys.make_part_key(part.step, part.digest) for part in found.parts)
+    named = (
+        f"{prefix}{keys.make_part_key(part.step, part.digest)}".removeprefix(path)
+        for part in found.parts
+    )
     return next((one for one in named if one in bad_parts), "")
 
 

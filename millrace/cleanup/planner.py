@@ -13,6 +13,7 @@ from millrace.cleanup.progress_events import ObjectsListed
 from millrace.cleanup.protection import (
     BucketSurvey,
     ProtectionPolicy,
+    find_path,
     find_unmatched_pins,
     read_store_clock,
 )
@@ -123,6 +124,7 @@ class Planner:
         check: VerifyDepth,
     ) -> None:
         self._store, self.protection = store, protection
+        self._path = find_path(store)
         self._survey = BucketSurvey()  # facts about all objects, for rules that need them
         self._matcher = RuleMatcher(rules, now, self._survey)
         self.checkpoints = CheckpointPlanner(store, self._matcher, protection, check)
@@ -181,8 +183,8 @@ class Planner:
     def explain_object_protection(self, key: str, classified: ClassifiedKey | None) -> str:
         """Return why an object stays that is deleted by itself; empty if nothing protects it.
 
-        Objects of a store below this one are Millrace's, so no rule for other objects takes them.
-        Their own store knows their leases, and the rented machines that they belong to.
+        Objects of a store below or above this one are Millrace's, so no rule for other objects
+        takes them. Their own store knows their leases, and the rented machines that they belong to.
 
         Args:
             key: Key of the object.
@@ -190,7 +192,20 @@ class Planner:
         """
         if classified is None and classify_nested_key(key) is not None:
             return "it belongs to a store of Millrace below this one: clean that store by its URL"
+        if self._is_of_store_above(key, classified):
+            return "it belongs to a store of Millrace above this one: clean that store by its URL"
         return self.protection.explain_protection(key, classified)
+
+    def _is_of_store_above(self, key: str, classified: ClassifiedKey | None) -> bool:
+        """Tell whether an object has a name of Millrace's with the path of this URL in front of it.
+
+        So have all objects below the folder of a job, a dataset, a run, a campaign or a rental. An
+        early update of a run looks like an object of Templar's there.
+        """
+        if not self._path or not (classified is None or classified.is_of_templar):
+            return False
+        found = classify_nested_key(f"{self._path}{key}")
+        return found is not None and not found.is_of_templar
 
     def explain_junk_protection(self, key: str, junk: ClassifiedKey) -> str:
         """Return why a worker's junk stays: a pin, or a lease of its run or job; empty if none.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,6 +25,7 @@ from millrace.records import fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart
 from millrace.schemas.checkpoint import Checkpoint
 from millrace.storage import Backend, Stat, Store, list_objects, read
+from millrace.storage.overlap import locate_prefix
 
 _LEASE_CACHE_SECONDS = 5.0  # seconds for which leases are cached while a plan is made
 _MAX_SCOPES = 10_000  # scopes whose leases are cached; each folder of other objects is one
@@ -48,6 +49,16 @@ def read_store_clock(store: Store, fallback: StoreClock | None = None) -> StoreC
     except errors.DeniedError:
         own = StoreClock.read_machine_clock()
         return min(own, fallback or own, key=StoreClock.now)
+
+
+def find_path(store: Store) -> str:
+    """Return the last folders of the path of a store's URL, each with a slash at its end.
+
+    In front of a key, they show whether the URL is a folder of another store. The path is empty for
+    a whole bucket. Links of a folder are resolved.
+    """
+    path = locate_prefix(store)[1]
+    return "/".join(path.split("/")[-MAX_DEPTH - 1 :]).lstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +167,13 @@ class ProtectionPolicy:
         """Return which process holds a lease of a run, job or dataset; empty if none does.
 
         The leases of each folder above it count too, but none deeper than a name of ours can be.
+        The first folder is that of the store's URL, which may be a job's, and has the empty scope.
         """
         parts = scope.split("/")[:_MAX_LEASE_DEPTH]
         ancestors = ("/".join(parts[: depth + 1]) for depth in range(len(parts)) if parts[depth])
-        return next((text for one in ancestors if (text := self._describe_own_holder(one))), "")
+        return next(
+            (text for one in ("", *ancestors) if (text := self._describe_own_holder(one))), ""
+        )
 
     def _describe_own_holder(self, scope: str) -> str:
         """Return which process holds a lease of a scope itself; empty if none does."""
@@ -211,14 +225,17 @@ class ProtectionPolicy:
         return Census(store, scope, "", clock)
 
     def _iterate_holders(self, scope: str) -> Iterator[str]:
-        for number in range(len(self._stores)):
+        for number, (store, _) in enumerate(self._stores):
+            name = scope or PurePosixPath(find_path(store)).name
+            if not name:  # a whole bucket is the folder of no job
+                continue
             try:
                 holders = self._open_census(number, scope).find_holders()
             except errors.CorruptError as error:  # a member can write what is no lease
-                yield f"a lease of {scope} may be held, as it cannot be read ({error})"
+                yield f"a lease of {name} may be held, as it cannot be read ({error})"
                 continue
             for held in holders.values():
-                yield f"{scope} is worked on by {held.holder.host} (process {held.holder.pid})"
+                yield f"{name} is worked on by {held.holder.host} (process {held.holder.pid})"
 
     def _explain_chain_protection(self, classified: ClassifiedKey) -> str:
         """Return why an object of a chain is needed; empty if it is not."""

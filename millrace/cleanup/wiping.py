@@ -17,12 +17,18 @@ from millrace.cleanup.plans import (
     open_plan,
     write_plan,
 )
-from millrace.cleanup.protection import ProtectionPolicy, read_store_clock
+from millrace.cleanup.protection import ProtectionPolicy, find_path, read_store_clock
 from millrace.cleanup.stale_uploads import abort_uploads, find_stale_uploads
 from millrace.cleanup.usage import ObjectFilter
 from millrace.keys.cleanup import CLEANING
 from millrace.keys.kinds import ObjectKind, WorkerPrefixes, classify_nested_key
-from millrace.keys.rentals import AttemptSurvey, RentalKeys
+from millrace.keys.rentals import (
+    MACHINES,
+    RENTALS,
+    AttemptSurvey,
+    RentalKeys,
+    split_nested_key,
+)
 from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.storage import (
@@ -216,7 +222,7 @@ class _LeaseCheck:
             return self._protection.describe_training_campaign(classified.scope)
         folders = (str(folder) for folder in PurePosixPath(key).parents)
         scope = next((folder for folder in folders if folder in self._scopes), "")
-        return self._protection.describe_holder(scope) if scope else ""
+        return self._protection.describe_holder(scope)
 
 
 def _delete_all_versions(store: Store) -> list[ObjectFailure]:
@@ -255,10 +261,12 @@ def _iterate_entries(
         HeldError: A process holds a lease in the store, or the store holds the ledger of rented
             machines, which could not be released without it.
     """
-    seen: set[str] = set()
-    attempts, workers = AttemptSurvey(), WorkerPrefixes()
+    seen = {""}  # the scope of the URL itself
+    if holder := protection.describe_holder(""):
+        raise errors.HeldError(f"{holder}: end it before {store.url} is wiped.")
+    attempts, workers, ledger = AttemptSurvey(), WorkerPrefixes(), _find_ledger(store)
     for stat in list_with_progress(store, "", progress):
-        attempts.note_key(stat.key)
+        attempts.note_key(f"{ledger}{stat.key}")
         workers.learn(stat.key)
         classified = classify_nested_key(stat.key)
         if (
@@ -277,6 +285,12 @@ def _iterate_entries(
             "released: release them, or let `millrace machine reap` close destroyed ones; then "
             "wipe."
         )
+
+
+def _find_ledger(store: Store) -> str:
+    """Return the folders of a URL from the ledger of rentals on; empty for a URL beside it."""
+    path = split_nested_key(find_path(store))[1]
+    return path if path.startswith((f"{RENTALS}/", f"{MACHINES}/")) else ""
 
 
 def _list_unreleased(attempts: AttemptSurvey, workers: WorkerPrefixes) -> list[str]:

@@ -43,9 +43,8 @@ def checkpoint() -> None:
 def list_checkpoints(url: str, job: str | None) -> CommandResult:
     r"""List a job's checkpoints, newest first; without JOB, the jobs below the URL.
 
-    A job's name may have up to eight folders, as team/run-7 has two: deeper jobs are not found. For
-    each job, the newest complete checkpoint is shown, and the number of steps, also of those whose
-    save is not complete. Exit code 1 if a file is missing, or metadata cannot be read.
+    For each job, the newest complete checkpoint is shown, and the number of steps, also of those
+    whose save is not complete. Exit code 1 if a file is missing, or metadata cannot be read.
 
     \b
     Example: millrace checkpoint list r2://ACCOUNT/BUCKET

@@ -205,13 +205,32 @@ def classify_nested_key(key: str) -> ClassifiedKey | None:
         key: Key of the object. No text raises an error. A store more than `MAX_DEPTH` folders below
             this one is not found.
     """
+    prefix, classified = _find_store(key)
+    if classified is None or not classified.scope:
+        return classified
+    return replace(classified, scope=f"{prefix}{classified.scope}")
+
+
+def split_store_prefix(key: str) -> tuple[str, str]:
+    """Split a key into the prefix of the store that it is of, and the key in that store.
+
+    The prefix is that of `classify_nested_key`. It is empty for keys that no store names.
+
+    Args:
+        key: Key of the object. No text raises an error.
+    """
+    prefix, _ = _find_store(key)
+    return prefix, key[len(prefix) :]
+
+
+def _find_store(key: str) -> tuple[str, ClassifiedKey | None]:
+    """Return the prefix of the store that names a key, and the kind of the object there."""
     rental_prefix, _ = split_nested_key(key)
     for start in dict.fromkeys((len(rental_prefix), 0, *_iterate_store_starts(key))):
         classified = classify_key(key[start:])
         if classified is not None and not (start and classified.is_of_templar):
-            scope = f"{key[:start]}{classified.scope}" if classified.scope else ""
-            return replace(classified, scope=scope)
-    return None
+            return key[:start], classified
+    return "", None
 
 
 def _iterate_store_starts(key: str) -> Iterator[int]:

@@ -19,7 +19,8 @@ class LeaseKeys:
     """Keys of one lease. Each new holder begins a new term of the lease.
 
     Attributes:
-        scope: Name of the dataset, job, run or rental that the lease belongs to.
+        scope: Name of the dataset, job, run or rental that the lease belongs to. Empty if the
+            store's URL is the folder of that one.
         name: Name of the lease within the scope.
     """
 
@@ -29,7 +30,7 @@ class LeaseKeys:
     @property
     def prefix(self) -> str:
         """Prefix of the lease's objects."""
-        return f"{self.scope}/lease/{self.name}/"
+        return f"{make_lease_prefix(self.scope)}{self.name}/"
 
     def make_term_key(self, number: int) -> str:
         """Return the key of the record that names a term's holder: created once."""
@@ -67,7 +68,7 @@ def make_clock_probe_key(scope: str, holder: str) -> str:
 
 def make_lease_prefix(scope: str) -> str:
     """Return the prefix of all leases of a scope."""
-    return f"{scope}/lease/"
+    return f"{scope}/lease/" if scope else "lease/"
 
 
 def is_lease_object(scope: str, key: str) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace import errors
-from millrace.checkpoints.find import find_newest, read_checkpoint
+from millrace.checkpoints.find import read_checkpoint, read_newest
 from millrace.dataset_ledger import read_manifest
 from millrace.digest import Algorithm, compute_digest, make_local_etag
 from millrace.keys.checkpoints import CheckpointKeys, parse_part_digest
@@ -262,7 +262,7 @@ def _resolve_checkpoint(request: Request, job: str, store: Store) -> Iterator[_F
     """
     keys = CheckpointKeys(job)
     if request.step is None:
-        found = find_newest(store, job)
+        found = read_newest(store, job)
     else:
         found = read_checkpoint(store, job, request.step)
     if found is None:

@@ -10,7 +10,7 @@ from millrace.checkpoints.cooldown.cooldown import cool_down
 from millrace.checkpoints.cooldown.membership import ExpectedUpload, Membership
 from millrace.checkpoints.cooldown.result import EpochResult
 from millrace.checkpoints.destinations import HubSpec, open_destination
-from millrace.checkpoints.find import find_newest, read_checkpoint
+from millrace.checkpoints.find import read_checkpoint, read_newest
 from millrace.checkpoints.settings import CooldownSettings
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.progress import Progress, ignore_event
@@ -37,7 +37,7 @@ class SavedSource(StoreSettings):
         store = open_store(self.store, make_folder=False)
         if self.step is not None:
             return store, read_checkpoint(store, self.job, self.step)
-        found = find_newest(store, self.job)
+        found = read_newest(store, self.job)
         if found is None:
             raise errors.NotFoundError(f"{store.make_url(self.job)} has no checkpoint.")
         return store, found

@@ -149,9 +149,12 @@ def test_jobs_are_found_wherever_they_are(store):
 
 
 def test_jobs_below_a_job_are_found_but_not_in_the_folders_of_its_members(folder):
-    for job in ("lab", "lab/run1", "lab/run1/a/b", "lab/members/a", "lab/epochs/x", "x/members/y"):
+    deep = "/".join("abcdefghijklmnop")  # as many folders as a name can have
+    for job in (
+        "lab", "lab/run1", "lab/run1/a/b", "lab/members/a", "lab/epochs/x", "x/members/y", deep
+    ):  # fmt: skip
         put(folder, CheckpointKeys(job).make_metadata_key(1), b"")
-    assert sorted(find_jobs(folder)) == ["lab", "lab/run1", "lab/run1/a/b", "x/members/y"]
+    assert sorted(find_jobs(folder)) == [deep, "lab", "lab/run1", "lab/run1/a/b", "x/members/y"]
     assert list(find_jobs(folder, "lab/", deepest=1)) == ["lab/run1"]
 
 

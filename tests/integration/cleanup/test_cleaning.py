@@ -82,6 +82,8 @@ class Filling:
             self.fill_dataset(name)
         for key in OTHERS:
             place.put(key, hours=self.draw_hours())
+        if self.dice.random() < 0.1:
+            place.put_lease("", "members/m1")
 
     def draw_hours(self) -> float:
         return self.dice.choice([0, 3, 30, 60, 200])
@@ -230,7 +232,7 @@ def test_a_plan_is_what_an_oracle_says_and_the_run_deletes_just_that(tmp_path, s
     Filling(place, seed)
     things = files(folder)
     expected = Judge(
-        things, [as_json(rule) for rule in some], read_time(), pinned=pinned
+        things, [as_json(rule) for rule in some], read_time(), pinned=pinned, path=f"{folder}"
     ).list_deletions()
     config = CleanupSettings(store=place.store.spec, rules=tuple(some), pins=tuple(pinned))
     plan = make_plan(config)

@@ -22,12 +22,15 @@ from millrace.cleanup import (
     abort_uploads,
     compare_objects,
     copy_objects,
+    copying,
     find_stale_uploads,
     object_copier,
 )
 from millrace.cli import main
+from millrace.digest import compute_digest
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.storage import Stat, Store, StoreSpec, list_uploads, open_store, put, read
+from tests.support.cleanup.material import BucketBuilder
 from tests.support.fork_server import get_fork_server
 
 
@@ -93,6 +96,64 @@ def test_the_metadata_of_checkpoints_is_copied_after_all_files(
     copy_objects(store, open_store(target.as_uri()))
     assert missing == [set(), set()]
     assert list_files(target) == list_files(source)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "folder"),
+    [
+        ("", ""),
+        ("my data/", ""),
+        ("", "my-job"),
+        ("my data/", "my-job/checkpoints"),
+        ("", "my-job/checkpoints/step_000000001"),
+    ],
+)
+def test_a_checkpoint_is_copied_in_order_from_any_folder_above_or_within_it(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, folder: str
+) -> None:
+    root = source / prefix
+    BucketBuilder(open_store(root.as_uri())).put_checkpoint("my-job", 1, [b"one", b"two"])
+    pin = root / CheckpointKeys("my-job").make_pin_key(1)
+    pin.write_bytes(b"{}")  # its name sorts after the one of the metadata
+    here = root / folder if folder else source
+    metadata, part = (
+        (root / key).relative_to(here).as_posix()
+        for key in (
+            CheckpointKeys("my-job").make_metadata_key(1),
+            CheckpointKeys("my-job").make_part_key(1, compute_digest(b"two")),
+        )
+    )
+    (target / part).parent.mkdir(parents=True, exist_ok=True)
+    (target / part).write_bytes(b"TWO")
+    order: list[str] = []
+    copy_one = object_copier.ObjectCopier.copy
+
+    def watch(copier: Any, stat: Stat, there: Stat | None) -> CopyOutcome:
+        order.append(stat.key)
+        return copy_one(copier, stat, there)
+
+    monkeypatch.setattr(object_copier.ObjectCopier, "copy", watch)
+    monkeypatch.setattr(copying, "_CONCURRENCY", 1)
+    done = copy_objects(open_store(here.as_uri()), open_store(target.as_uri()))
+    assert done.conflicts == [part]
+    assert [(one.key, part in one.reason) for one in done.failures] == [(metadata, True)]
+    assert not (target / metadata).exists()
+    (target / part).unlink()
+    order.clear()
+    copy_objects(open_store(here.as_uri()), open_store(target.as_uri()))
+    assert order[-1] == metadata
+    assert (target / metadata).read_bytes() == (here / metadata).read_bytes()
+
+
+def test_the_identity_of_an_installation_stays_also_in_a_copy_of_the_ledger_alone(
+    source: Path, target: Path
+) -> None:
+    ledger = source / "_rentals"
+    for key in ("installation.json", "fleet/owner.txt"):
+        put(open_store(ledger.as_uri()), key, b"{}")
+    code, shown = copy(ledger, target)
+    assert (code, list_files(target)) == (0, {"fleet/owner.txt": b"{}"})
+    assert "installation.json is not copied: it is the identity" in shown
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "other bytes"])

@@ -240,6 +240,7 @@ class Judge:
         now: Time of the store's clock.
         pinned: Keys and folders that no rule deletes.
         other_stores: Objects of the other stores that are searched for leases and references.
+        path: Path of the bucket's URL; empty for a whole bucket.
     """
 
     def __init__(
@@ -250,10 +251,11 @@ class Judge:
         *,
         pinned: Iterable[str] = (),
         other_stores: Iterable[ListedObject] = (),
+        path: str = "",
     ) -> None:
         self.objects = {listed.key: listed for listed in objects}
         self.parsed = {key: parse_key(key) for key in self.objects}
-        self.rules, self.now, self.pinned = rules, now, list(pinned)
+        self.rules, self.now, self.pinned, self.path = rules, now, list(pinned), path
         self.all_objects = [*self.objects.values(), *other_stores]
         self.numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         for parsed in filter(None, self.parsed.values()):
@@ -291,6 +293,9 @@ class Judge:
             parsed = known or ParsedKey("other", key.rpartition("/")[0])
             if known is None and is_of_nested_store(key):
                 continue
+            is_of_templar = parsed.kind == "gathers" and not parsed.scope
+            if (known is None or is_of_templar) and self._is_of_store_above(key):
+                continue
             if parsed.kind in {"checkpoints", "dataset", "record"}:
                 continue
             rule_index = self._find_first_rule(self._get_rule_kind(parsed), key, parsed)
@@ -309,20 +314,26 @@ class Judge:
                 found |= self._list_dataset_deletions(scope)
         return found
 
+    def _is_of_store_above(self, key: str) -> bool:
+        """Decide whether the bucket's URL is a folder of another store that the object is of."""
+        return bool(self.path) and is_of_nested_store(f"/{self.path}/{key}")
+
     def _find_leased_scopes(self) -> Iterable[str]:
         """Yield the scopes that have a lease which its holder has not ended."""
         groups: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for listed in self.all_objects:
-            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", listed.key)
-            if match and "/lease/" in listed.key:
+            match = re.fullmatch(r"(.+)/(\d{6})\.(json|beat|end)", f"/{listed.key}")
+            if match and "/lease/" in match[1]:
                 groups[match[1]][int(match[2])].add(match[3])
         for prefix, epochs in groups.items():
             newest = epochs[max(epochs)]
             if "json" in newest and "end" not in newest:  # leases of the tests last for an hour
-                yield prefix.partition("/lease/")[0]
+                yield prefix.partition("/lease/")[0].removeprefix("/")
 
     def _is_leased(self, scope: str) -> bool:
         """Decide whether a scope, or one above it, has a lease."""
+        if self.path and "" in self.leased_scopes:  # of the folder that the URL is
+            return True
         return any(
             scope == leased or scope.startswith(f"{leased}/") for leased in self.leased_scopes
         )

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from millrace import errors
@@ -21,10 +21,12 @@ from millrace.checkpoints import (
     Saver,
     SaveSettings,
     import_checkpoint,
+    importing,
     load,
 )
+from millrace.checkpoints.foreign_files import LocalForeignFiles, StoredForeignFiles
 from millrace.checkpoints.progress_events import PartStored
-from millrace.storage import Store, open_store
+from millrace.storage import Store, list_objects, open_store, put
 
 SMALL = SaveSettings(part_bytes=4096)
 
@@ -335,10 +337,59 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_imported(
         path.write_bytes(path.read_bytes()[:-1])
 
     monkeypatch.setattr(shutil, "copyfile", copy_and_write)
-    with pytest.raises(errors.ChangedError, match="was written while it was copied"):
+    with pytest.raises(errors.ChangedError, match="was written while it was imported"):
         import_checkpoint(str(path), store, "job")
     with pytest.raises(errors.NotFoundError):
         load(store, "job")
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+
+
+REPLACEMENTS = (
+    (INDEX, SHARDS), (SHARDS[0], SHARDS), (SHARDS[1], SHARDS), (SHARDS[1], (INDEX,))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "replaced"),
+    [(kind, *each) for kind in ("folder", "store") for each in REPLACEMENTS],
+)
+def test_files_of_two_versions_are_not_imported(
+    folder: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    after: str,
+    replaced: tuple[str, ...],
+) -> None:
+    """Each file is whole, and some are replaced after another one was copied."""
+    source = open_store(folder.as_uri() if kind == "folder" else "memory://replaced")
+    place = folder if kind == "folder" else source
+    cls = LocalForeignFiles if kind == "folder" else StoredForeignFiles
+    fetch = cls.fetch
+
+    def put_version(number: float, names: tuple[str, ...]) -> None:
+        for name in names:
+            places = {name[6:11]: name for name in SHARDS}
+            body = orjson.dumps({"metadata": {"version": number}, "weight_map": places})
+            tensor = {name[6:11]: torch.full((20,), number)}
+            put(source, name, body if name == INDEX else save(tensor))
+
+    def fetch_and_replace(self: Any, key: str, target: Path) -> Path:
+        path = fetch(self, key, target)
+        if key == after:
+            put_version(2, replaced)
+        return path
+
+    monkeypatch.setattr(importing, "open_foreign_files", lambda _: (cls(place), ""))
+    put_version(1, (INDEX, *SHARDS))
+    with monkeypatch.context() as during:
+        during.setattr(cls, "fetch", fetch_and_replace)
+        with pytest.raises(errors.ChangedError, match="was written while it was imported: import"):
+            import_checkpoint("x", store, "job", settings=SMALL)
+    assert not list(list_objects(store))
 
 
 def test_unclear_and_missing_weights(folder: Path, store: Store) -> None:

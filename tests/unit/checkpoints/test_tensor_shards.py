@@ -8,8 +8,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from millrace.checkpoints import Saver, load_into
 from millrace.checkpoints.tensor_shards import find_local_shard
 from millrace.errors import ConfigurationError
+from millrace.storage import open_store
 
 
 def cut(tensor: torch.Tensor, count: int, number: int) -> torch.Tensor:
@@ -64,3 +66,24 @@ def test_a_layout_whose_rows_are_not_known_is_refused(join):
     padded = DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, **form)
     with pytest.raises(ConfigurationError, match="redistribute it to Shard or Replicate"):
         find_local_shard("w", padded)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_ranks_of_a_model_have_to_name_the_step_that_they_load(join, tmp_path, world):
+    """Each rank could find another newest checkpoint: one that another rank sees as damaged."""
+    join(0, world)
+    whole, store = torch.arange(8.0).view(4, 2), open_store(tmp_path.as_uri())
+    with Saver(store, "job") as saver:
+        saver.save({"lr": torch.ones(1), "w": whole}, step=3).result()
+    local = torch.zeros(4 // world, 2)
+    mesh = init_device_mesh("cpu", (world,))
+    spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    state = {"lr": torch.zeros(1), "w": spread}
+    if world > 1:
+        with pytest.raises(ConfigurationError, match="'w' is distributed over several ranks"):
+            load_into(state, store, "job")
+        assert not local.any()
+        load_into(state, store, "job", step=3)
+    else:
+        load_into(state, store, "job")
+    assert torch.equal(local, whole[: len(local)])

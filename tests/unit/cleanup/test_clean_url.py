@@ -1,15 +1,21 @@
 """`millrace bucket clean URL`: objects that Millrace did not write, in one line."""
 
 import json
+import secrets
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from millrace.cleanup import CleanupKind, CleanupSettings, Rule, make_plan
+from millrace.cleanup.protection import find_path
 from millrace.cli import main
+from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.kinds import classify_key
 from millrace.keys.rentals import INSTALLATION, RentalKeys
-from millrace.storage import list_objects, open_store
+from millrace.storage import Location, list_objects, open_store, put
 from tests.support.cleanup.material import BucketBuilder
 
 
@@ -91,6 +97,104 @@ def test_a_plan_of_an_earlier_release_deletes_no_ledger_of_a_store_below(
     done = clean(bucket, "--plan", json.loads(shown.stdout)["plan"], "--yes", "--json")
     assert json.loads(done.stdout)["deleted_objects"] == 3
     assert ledger in list_keys(bucket)
+
+
+def fill(root: str, hours: float = 60) -> None:
+    """Write old objects of each owner: of a job, a dataset, a run, a campaign and a rental."""
+    bucket, rental = BucketBuilder(open_store(root)), RentalKeys("fleet")
+    bucket.put_checkpoint("my-job", 1, [b"weights"], hours=hours)
+    bucket.put_pin("my-job", 1)
+    bucket.put_epoch("my-job", 0, 1)
+    bucket.put_lease("my-job", "members/a", ended=True)
+    bucket.put_dataset("words", 1, hours=hours)
+    bucket.put_lease("words", "runs/x", ended=True)
+    bucket.put("words/quarantine/train-00000-000000.jsonl")
+    bucket.put_chain("run", "1", 1, {1: hours}, hours=hours)
+    bucket.put(f"run/gathers/1/000000000-{'a' * 64}.npz")  # of an early version
+    bucket.put_gradient("run", "worker-1", 1, "1")
+    bucket.put(CampaignKeys("small").committed_training)
+    bucket.put_gradient(CampaignKeys("small").run, "worker-1", 1, "1")
+    for key in (rental.make_intent_key(0), rental.owner, INSTALLATION):
+        bucket.put(key)
+    bucket.put(f"{rental.make_machine_prefix(0)}files.json")
+    for stat in list_objects(bucket.store):
+        bucket.set_age(stat.key, hours)
+
+
+FOLDERS = (
+    "my-job", "my-job/checkpoints", "my-job/checkpoints/step_000000001", "my-job/epochs",
+    "my-job/lease/members", "words", "words/shards/webdataset", "words/quarantine", "run",
+    "run/worker-1", "run/gathers", "run/gathers/1/chain", "small", "small/run", "_rentals",
+    "_rentals/fleet/attempts", "_machines", "_machines/fleet/000000",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "team/a/", "my data/.x/", "d/" * 20, "checkpoints/"])
+def test_a_url_that_is_a_folder_of_another_store_loses_no_object_of_it(
+    tmp_path: Path, prefix: str
+) -> None:
+    root = (tmp_path / prefix).as_uri()
+    fill(root)
+    other = BucketBuilder(open_store(root))
+    for folder in FOLDERS:
+        inner = BucketBuilder(open_store(f"{root}/{folder}"))
+        others = {inner.put("mine/notes.txt", hours=60), inner.put("notes-1.bin", hours=60)}
+        inside = set[str]()
+        # Below these folders, each object is one of a checkpoint or of a machine.
+        if folder.endswith(("step_000000001", "_machines/fleet/000000")):
+            inside, others = others, set[str]()
+        before = list_keys(inner)
+        shown = clean(inner, "--older-than", "48h", "--yes")
+        assert list_keys(inner) == before - others, folder
+        assert "stay: it belongs to a store of Millrace above this one" in shown.output
+        for key in inside:
+            (Path(inner.store.location.bucket) / key).unlink()
+    assert list_keys(other)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("s3://bucket", ""),
+        ("s3://bucket/my-job", "my-job/"),
+        ("s3://bucket/team/a/my-job", "team/a/my-job/"),
+        ("gs://bucket/my%20data/my-job/", "my data/my-job/"),
+        (f"s3://bucket/x/{'d/' * 15}my-job", f"{'d/' * 15}my-job/"),
+        ("file:///", ""),
+        ("file:///no-such-folder/my-job", "no-such-folder/my-job/"),
+        ("memory://bucket", ""),
+    ],
+)
+def test_the_path_of_a_url_has_its_last_folders(url: str, path: str) -> None:
+    store = replace(open_store("memory://any"), location=Location.parse(url))
+    assert find_path(store) == path
+
+
+def test_objects_at_the_root_of_a_bucket_have_no_folder_in_front() -> None:
+    """The bucket is no job, so Millrace has not written them."""
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for key in ("checkpoints/step_000000001/metadata.json", "plan.json", "README.md"):
+        put(store, key, b"x")
+    rule = Rule(kinds=(CleanupKind.OTHER,), older_than=timedelta(0), match="*")
+    assert make_plan(CleanupSettings(store=store.spec, rules=(rule,))).objects == 3
+
+
+def test_a_plan_of_an_earlier_release_deletes_no_object_of_a_store_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path.as_uri())
+    job = BucketBuilder(open_store(f"{tmp_path.as_uri()}/my-job"))
+    there = list_keys(job)
+    foreign = job.put("notes.bin", hours=60)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("millrace.cleanup.planner.find_path", lambda _: "")
+        shown = clean(job, "--older-than", "48h", "--dry-run", "--json")
+    plan = json.loads(shown.stdout)
+    assert plan["objects"] == len(there) + 1
+    done = clean(job, "--plan", plan["plan"], "--yes", "--json")
+    assert json.loads(done.stdout)["deleted_objects"] == 1
+    assert list_keys(job) == there
+    assert foreign not in there
 
 
 def test_an_earlier_plan_is_executed_without_its_options(bucket: BucketBuilder) -> None:

@@ -14,6 +14,7 @@ from millrace.cleanup import (
     make_plan,
 )
 from millrace.cleanup.protection import ProtectionPolicy
+from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.lease import StoreClock
@@ -92,3 +93,28 @@ def test_any_number_of_folders_costs_a_cleaning_memory_for_some(bucket, monkeypa
     assert len(policy._lease_cache) == policy._open_census.cache_info().currsize == 8
     assert next(reversed(policy._lease_cache)) == "users/49"
     assert "users" in policy._lease_cache  # above all of them, and asked for each time
+
+
+@pytest.mark.parametrize("held_in", ["the store", "a related store"])
+def test_the_lease_of_the_folder_that_a_url_names_protects_all_below_it(tmp_path, held_in):
+    """A campaign's leader holds its lease, and the URL is the campaign's own folder."""
+    urls = [f"{(tmp_path / one).as_uri()}/small" for one in ("bucket", "beside")]
+    place, beside = (BucketBuilder(open_store(url)) for url in urls)
+    gradient = place.put_gradient("run", "worker-1", 1, "1", 60)
+    notes = place.put("notes.txt", hours=60)
+    kinds = (CleanupKind.GRADIENTS, CleanupKind.OTHER)
+    settings = CleanupSettings(
+        store=place.store.spec,
+        related_stores=(beside.store.spec,),
+        rules=(Rule(kinds=kinds, match="*"),),
+    )
+    plan = make_plan(settings)
+    assert plan.objects == 2
+    leader = CampaignKeys("small").lease
+    folder = tmp_path / ("bucket" if held_in == "the store" else "beside")
+    BucketBuilder(open_store(folder.as_uri())).put_lease(leader.scope, leader.name)
+    reason = "small is worked on by elsewhere (process 1)"
+    assert execute(settings, plan.name).skipped == {reason: 2}
+    assert make_plan(settings).totals.kept == {reason: 2}
+    assert exists(place.store, gradient)
+    assert exists(place.store, notes)

@@ -17,9 +17,10 @@ from millrace.cleanup import (
 from millrace.cleanup.wiping import check_confirmation
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.gradients import GradientKeys
+from millrace.keys.leases import LeaseKeys
 from millrace.keys.rentals import RentalKeys
 from millrace.progress import Event
-from millrace.storage import Location, StoreSpec, exists, list_objects, open_store
+from millrace.storage import Location, StoreSpec, exists, list_objects, open_store, put
 from tests.support.cleanup.material import BucketBuilder
 
 KEYS = RentalKeys("fleet")
@@ -60,6 +61,75 @@ def test_a_wipe_above_a_store_with_a_prefix_that_no_name_has_is_refused(outer, p
     BucketBuilder(open_store(f"{outer.store.url}/{prefix}")).put_lease("words", "train-00000")
     with pytest.raises(errors.HeldError, match=f"{prefix}/words is worked on by elsewhere"):
         plan_wipe(outer.store.spec)
+
+
+@pytest.mark.parametrize(
+    ("folder", "scope", "name"),
+    [
+        ("my-job", "my-job", "members/a"),
+        ("team/my-job", "team/my-job", "members/a"),
+        ("words", "words", "runs/x"),
+        ("small", "small", "campaign"),
+        ("run", "run/gathers/1", "aggregator"),
+        ("run/gathers/1", "run/gathers/1", "aggregator"),
+        ("_rentals", KEYS.scope, "owner"),
+        ("_rentals/fleet", KEYS.scope, "owner"),
+    ],
+)
+def test_a_wipe_of_the_folder_of_a_held_lease_is_refused(outer, folder, scope, name):
+    outer.put(f"{folder}/x")
+    outer.put(f"{folder}/lease/notes.txt")
+    spec = StoreSpec(url=f"{outer.store.url}/{folder}")
+    before = plan_wipe(spec)
+    outer.put_lease(scope, name)
+    last = folder.rpartition("/")[2]
+    for call in (
+        lambda: survey_wipe(spec),
+        lambda: plan_wipe(spec),
+        lambda: wipe(spec, before.name, confirm=last),
+    ):
+        with pytest.raises(errors.HeldError, match="is worked on by elsewhere"):
+            call()
+    outer.put(LeaseKeys(scope, name).make_end_key(0), b"elsewhere")
+    assert wipe(spec, plan_wipe(spec).name, confirm=last).deleted_objects == 5
+    assert not list(list_objects(open_store(spec)))
+
+
+def test_a_lease_that_is_taken_during_a_wipe_of_its_folder_stops_it(outer, monkeypatch):
+    monkeypatch.setattr("millrace.deletion._BATCH", 1)
+    monkeypatch.setattr("millrace.deletion._MAX_BATCHES", 1)
+    outer.put_checkpoint("my-job", 1, [b"weights"])
+    spec = StoreSpec(url=f"{outer.store.url}/my-job")
+    plan = plan_wipe(spec)
+    with pytest.raises(errors.HeldError, match=r"my-job is worked on by elsewhere .* 1 objects"):
+        wipe(
+            spec, plan.name, confirm="my-job",
+            progress=lambda _: outer.put_lease("my-job", "members/a"),
+        )  # fmt: skip
+    assert len(list(list_objects(outer.store, "my-job/checkpoints/"))) == 1
+
+
+@pytest.mark.parametrize("folder", ["_rentals", "_rentals/fleet", "_rentals/fleet/attempts"])
+def test_a_wipe_of_a_ledger_with_a_machine_is_refused(outer, folder):
+    outer.put(KEYS.make_intent_key(0))
+    spec = StoreSpec(url=f"{outer.store.url}/{folder}")
+    for look in (survey_wipe, plan_wipe):
+        with pytest.raises(errors.HeldError, match="holds the ledger of fleet, whose machines"):
+            look(spec)
+    outer.put(KEYS.make_released_key(0))
+    assert plan_wipe(spec).objects == 2
+
+
+def test_a_wipe_of_the_reports_of_a_machine_trusts_no_ledger_there(outer):
+    prefix = KEYS.make_machine_prefix(0)
+    outer.put(f"{prefix}{KEYS.make_intent_key(0)}")
+    assert plan_wipe(StoreSpec(url=f"{outer.store.url}/{prefix}")).objects == 1
+
+
+def test_a_lease_at_the_root_of_a_bucket_is_of_no_job(outer):
+    store = open_store("memory://no-job")
+    put(store, "lease/members/a/000000.json", b"x")
+    assert survey_wipe(store.spec).objects == 1
 
 
 @pytest.mark.parametrize("keys", [
