@@ -319,6 +319,28 @@ def test_a_store_that_takes_no_deletes_of_many_is_cleaned_too(rgw, bucket):
     assert not keys_of(place)
 
 
+def test_credentials_for_the_folder_of_a_job_see_its_lease_and_take_no_checkpoint(rgw, bucket):
+    role = rgw.create_role(f"role-{secrets.token_hex(4)}")
+    owner = StoreSpec(
+        url=f"s3://{bucket}", endpoint=rgw.endpoint, credentials=make_credentials(rgw.full)
+    )
+    place = BucketBuilder(open_store(owner))
+    place.put_checkpoint("team/my-job", 1, [b"weights"])
+    place.put_pin("team/my-job", 1)
+    ttl = timedelta(minutes=15)
+    scoped = open_scoped_store(
+        place.store, "team/my-job/", ttl, access=Right.WRITE, role_arn=role
+    ).spec
+    job = BucketBuilder(open_store(scoped.model_copy(update={"url": f"s3://{bucket}/team/my-job"})))
+    mine = job.put("notes.txt")
+    config = config_of(job, Rule(kinds=(CleanupKind.OTHER,), match="*", older_than=NOW))
+    assert planned(config) == {mine}
+    place.put_lease("team/my-job", "members/a")
+    assert not planned(config)
+    with pytest.raises(errors.HeldError, match="my-job is worked on by elsewhere"):
+        plan_wipe(job.store.spec)
+
+
 @pytest.mark.soak
 def test_what_cannot_be_deleted_at_all_is_not_tried_for_ever(rgw, bucket, request):
     with ThreadPoolExecutor(16) as pool:
