@@ -149,7 +149,9 @@ def _check_cached(
     recorded = [bytes.fromhex(digest) for digest in entry.digests]
     count, same_pieces = len(recorded), entry.piece_size == catalogue.piece_size
     was_known = file.digest in {"", entry.digest}
-    verified = entry.seen == read_identity(path) and was_known
+    identity = read_identity(path)
+    # Earlier versions could note the identity of another content, whose time is another one.
+    verified = entry.seen == identity and entry.mtime_ns == identity[1] and was_known
     expected = (
         recorded if same_pieces else _cut_digests(recorded, file, entry, catalogue.piece_size)
     )

@@ -8,6 +8,7 @@ import pytest
 
 from millrace import errors
 from millrace.swarm import targets
+from millrace.swarm.cache_index import read_identity, read_index
 from tests.oracle import compute_blake3
 from tests.unit.swarm.assembly.test_user_files import MIB, OLD, USERS, Run, make_file, prewarm
 
@@ -128,6 +129,15 @@ def test_a_dropped_piece_takes_all_final_names_and_is_not_used_after_a_kill(tmp_
     names = {Path(name).name for name in (later.path, *later.links)}
     assert read_model(tmp_path) == dict.fromkeys(names, OLD)
     assert run.faults == []
+
+
+def test_the_index_has_a_digest_that_comes_later_for_each_destination(tmp_path):
+    digest = compute_blake3(OLD)
+    for known in ("", digest, ""):
+        assert prewarm(tmp_path, make_file(links=LINKED.links, digest=known)).finished == [0]
+        newest = read_index(tmp_path / ".millrace" / "files.jsonl")["model/n"][-1]
+        assert newest.seen == read_identity(tmp_path / "model" / "n")
+    assert newest.digest == digest
 
 
 @pytest.mark.usefixtures("further")
