@@ -173,7 +173,7 @@ class _CompleteFile:
 
 
 class _Record:
-    """Record of one unpacked folder or file: its origin, then a line for each member.
+    """Record of one unpacked folder or file: its origin and method, then a line for each member.
 
     Args:
         path: Path of the record.
@@ -221,7 +221,7 @@ class _Record:
         self._part.rename(self._path)
 
     def is_record_of(self, file: File) -> bool:
-        """Tell whether the folder was unpacked from this content of this object."""
+        """Tell whether the folder was unpacked from this content by the same method."""
         try:
             with self._path.open() as lines:
                 return json.loads(lines.readline()) == _describe_source(file)
@@ -296,7 +296,9 @@ def _replace_folder(into: Path, made: Path, old: Path, file: File, record: _Reco
 
 
 def _describe_source(file: File) -> dict[str, str]:
-    return {"into": file.into, "origin": file.origin, "etag": file.etag}
+    return {
+        "into": file.into, "origin": file.origin, "etag": file.etag, "unpack": file.unpack
+    }  # fmt: skip
 
 
 def _remove(path: Path) -> None:

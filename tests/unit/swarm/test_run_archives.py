@@ -1,6 +1,7 @@
 """Archives of a run on one node: an unpacked folder always has the members of the final archive."""
 
 import errno
+import gzip
 import hashlib
 import re
 import shlex
@@ -139,6 +140,25 @@ def test_a_folder_whose_archive_was_wrong_is_not_taken_over_after_a_kill(tmp_pat
     node.unpacker.unpack(0)
     node.assembler.close()
     assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+
+
+@pytest.mark.parametrize("methods", [("gz", "tar.gz"), ("tar.gz", "gz")], ids=" then ".join)
+def test_a_request_with_another_method_unpacks_the_archive_again(tmp_path, methods):
+    data = tarred({"weights.bin": BODY}, "w:gz")
+    for method in methods:
+        node = Node(tmp_path, data, method)
+        node.write_all()
+        node.unpacker.unpack(0)
+        node.assembler.close()
+    if method == "gz":
+        assert (tmp_path / "d").read_bytes() == gzip.decompress(data)
+    else:
+        assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+    before = (tmp_path / "d").stat().st_ino
+    node = Node(tmp_path, data, methods[-1])
+    node.unpacker.unpack(0)
+    node.assembler.close()
+    assert (tmp_path / "d").stat().st_ino == before  # the same method: not again
 
 
 @pytest.mark.parametrize("method", METHODS)
