@@ -189,7 +189,7 @@ class Targets:
             if target.file.mode & _NEEDED_MODE != _NEEDED_MODE:
                 target.partial.chmod(target.file.mode)
         if len(targets) > _MAX_SINGLE_SYNCS:
-            _sync_file_system(self._root)
+            sync_file_system(self._root)
             return
         for target in targets:
             sync(target.partial)
@@ -329,7 +329,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file_system(folder: Path) -> None:
+def sync_file_system(folder: Path) -> None:
     """Sync a whole file system, which is far faster than many calls of fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

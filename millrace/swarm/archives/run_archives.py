@@ -15,7 +15,7 @@ from typing import BinaryIO
 from millrace.errors import ArchiveError, ConfigurationError
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
-from millrace.swarm.targets import SPARE_BYTES
+from millrace.swarm.targets import SPARE_BYTES, sync, sync_file_system
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; both 0 for a folder
 
@@ -83,8 +83,10 @@ class ArchiveUnpacker:
         try:
             drops = self._unpack_final(number, file, half)
             made = half / CONTENT_NAME if file.unpack in SINGLE_FILE_METHODS else half
+            sync_file_system(half)  # the record has no digests: its members must be on the disk
             record.prepare(file, made)
             _replace_folder(into, made, old, file, record)
+            sync(into.parent.resolve())
         except BaseException:
             _remove(half)
             record.discard()
@@ -199,6 +201,7 @@ class _Record:
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(self._old)
         self._part.rename(self._path)
+        sync(self._path.parent)  # the folder may be on another disk
 
     def roll_back(self) -> None:
         """Make the record before `commit` valid again, if there was one."""
