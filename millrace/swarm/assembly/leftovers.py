@@ -18,6 +18,7 @@ from millrace.swarm.cache_index import (
     read_identity,
     read_index,
     recognise_file,
+    trim_index,
 )
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.journal import Journal, cut_partial_stem, verify_ranges
@@ -65,7 +66,7 @@ class Leftovers:
 
         The files at all destinations are checked before the first one is renamed.
         """
-        index = read_index(self._index)
+        index = trim_index(self._index, read_index(self._index), self._root)
         found = self._recognise_files(index)
         whole: list[int] = []
         again: list[CacheEntry] = []  # recorded again: an identity belongs to the last entry
