@@ -12,8 +12,9 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -41,7 +42,8 @@ MAX_TTL = timedelta(hours=1)  # limit for any lease, also if its record has a lo
 MIN_TTL = timedelta(seconds=3)  # three heartbeats in this time, at most one a second
 _POLL_INTERVAL = 1.0  # seconds between reads of a lease that another holder has
 _RELEASE_TIMEOUT = 3.0  # seconds that the end of a heartbeat waits for releases
-_CONCURRENCY = 16  # heartbeats that are sent at once
+_MAX_UNDER_WAY = 2  # heartbeats of one lease: one that is stalled, and another one
+_CONCURRENCY = 16 * _MAX_UNDER_WAY  # heartbeats that are sent at once
 _MAX_OBJECTS = 10_000  # objects of one member, which others may write, that a census reads
 _CLOCK_RESOLUTION = timedelta(seconds=2)  # of Last-Modified, and of a clock that is read from it
 
@@ -417,7 +419,7 @@ class Census:
 
 
 class Heartbeat:
-    """Thread that sends the heartbeats of leases, 16 at once.
+    """Thread that sends the heartbeats of leases, those of 16 leases at once.
 
     A heartbeat is a context manager. The end of the block releases the leases that are still held.
 
@@ -435,6 +437,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._leaving: list[threading.Thread] = []
+        self._under_way: list[tuple[Lease, Future[None]]] = []
         self._pool = DaemonThreadPool(_CONCURRENCY, "heartbeats")
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -452,6 +455,10 @@ class Heartbeat:
         deadline = time.monotonic() + _RELEASE_TIMEOUT
         for thread in (self._thread, *self._leaving):
             thread.join(max(0.0, deadline - time.monotonic()))
+        wait(
+            [beat for _, beat in list(self._under_way)],
+            timeout=max(0.0, deadline - time.monotonic()),
+        )
 
     def keep(self, lease: Lease) -> None:
         """Begin to send heartbeats for a lease."""
@@ -468,30 +475,38 @@ class Heartbeat:
         while not self._stop.wait(self._pause):
             try:
                 self._send_heartbeats()
-            except BaseException:  # noqa: BLE001 - a panic of obstore is no `Exception`
-                _log.exception(
-                    "Heartbeats of leases were not sent. The next ones are due in %.0f s.",
-                    self._pause,
-                )
+            except BaseException:  # noqa: BLE001 - such as a lack of memory
+                self._log_fault()
 
     def _send_heartbeats(self) -> None:
         with self._lock:
             leases = list(self._leases.values())
-        if len(leases) == 1:
-            self._try_beat(leases[0])  # without another thread
-            return
-        sent = [self._pool.submit(self._try_beat, lease) for lease in leases]
-        wait(sent)
-        for beat in sent:
-            beat.result()
+        # One stalled request may take longer than a lease lasts, so no heartbeat waits for another.
+        # Those that end late do no harm: they renew no lease that was released or has a newer term.
+        self._under_way = [(lease, beat) for lease, beat in self._under_way if not beat.done()]
+        counts = Counter(lease.keys.make_beat_key(lease.term) for lease, _ in self._under_way)
+        for lease in leases:
+            if counts[lease.keys.make_beat_key(lease.term)] >= _MAX_UNDER_WAY:
+                continue
+            try:
+                self._under_way.append((lease, self._pool.submit(self._try_beat, lease)))
+            except (RuntimeError, MemoryError):  # the system starts no more threads
+                self._try_beat(lease)
 
     def _try_beat(self, lease: Lease) -> None:
-        if self._stop.is_set() or not self._is_alive():
-            return
-        # Retries end when the next beat is due, so one lease does not block the others. A beat that
-        # failed may succeed the next time; otherwise the lease ends.
-        with contextlib.suppress(errors.MillraceError):
-            lease.with_timeout(timedelta(seconds=self._pause)).beat()
+        try:
+            if not self._stop.is_set() and self._is_alive():
+                # Retries end when the next beat is due.
+                lease.with_timeout(timedelta(seconds=self._pause)).beat()
+        except errors.MillraceError:
+            pass  # the next beat may succeed; otherwise the lease ends
+        except BaseException:  # noqa: BLE001 - a panic of obstore is no `Exception`
+            self._log_fault()
+
+    def _log_fault(self) -> None:
+        _log.exception(
+            "Heartbeats of leases were not sent. The next ones are due in %.0f s.", self._pause
+        )
 
 
 def _try_release(lease: Lease) -> None:

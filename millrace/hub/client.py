@@ -40,6 +40,8 @@ _IGNORE_NOTHING = "# nothing is ignored\n"
 _MAX_LONG_TRIES = 5  # transfers that each took longer than the time for retries before they failed
 # hf_xet, the library that moves the bytes, names the status of an answer only in its messages.
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
+# URL with a query in a message, and the punctuation behind it.
+_QUERY = re.compile(r"(://[^\s?]*)\?\S*?([)'\"\].,:;]*)(?!\S)")
 # hf_xet repeats each request five times itself, by default after pauses of up to six minutes. The
 # client repeats a transfer that failed, so that these pauses only bridge short faults.
 _XET_LIMITS = {"HF_XET_CLIENT_CONNECT_TIMEOUT": "10s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "5s"}
@@ -54,6 +56,25 @@ def _limit_xet_pauses() -> None:
     for name, value in _XET_LIMITS.items():
         if read_variable(name) is None:
             os.environ[name] = value
+
+
+@contextmanager
+def _hide_queries() -> Generator[None]:
+    """Cut the queries of URLs in the messages of errors, and of their causes: they may be signed.
+
+    A traceback shows the causes, too.
+    """
+    try:
+        yield
+    except Exception as error:
+        chain: list[BaseException] = [error]
+        for each in chain:
+            each.args = tuple(
+                _QUERY.sub(r"\1?…\2", arg) if isinstance(arg, str) else arg for arg in each.args
+            )
+            found = each.__cause__, each.__context__
+            chain += [one for one in found if one is not None and one not in chain]
+        raise
 
 
 def _find_status(error: BaseException) -> int | None:
@@ -352,7 +373,7 @@ class HubClient:
         where = self.make_url(key) if key else self.url
         limit = limit or BackoffLimit(self.spec.retry_timeout.total_seconds())
         try:
-            with limit.apply():
+            with _hide_queries(), limit.apply():
                 return call()
         except EntryNotFoundError as error:
             if not isinstance(error, LocalEntryNotFoundError):  # a download could not begin

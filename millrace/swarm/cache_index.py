@@ -28,6 +28,7 @@ from millrace.errors import ConfigurationError
 from millrace.swarm.catalogue import Catalogue, File, can_combine
 
 _SAMPLED_SEGMENTS = 8  # segments of a cached file that are read again
+_MIN_TRIMMED_SIZE = 1 << 20  # bytes of an index that is written anew: 15 GiB of content
 
 
 class CacheCheck(StrEnum):
@@ -149,7 +150,9 @@ def _check_cached(
     recorded = [bytes.fromhex(digest) for digest in entry.digests]
     count, same_pieces = len(recorded), entry.piece_size == catalogue.piece_size
     was_known = file.digest in {"", entry.digest}
-    verified = entry.seen == read_identity(path) and was_known
+    identity = read_identity(path)
+    # Earlier versions could note the identity of another content, whose time is another one.
+    verified = entry.seen == identity and entry.mtime_ns == identity[1] and was_known
     expected = (
         recorded if same_pieces else _cut_digests(recorded, file, entry, catalogue.piece_size)
     )
@@ -220,8 +223,8 @@ def hash_file(path: Path, file: File, piece_size: int) -> tuple[str, list[bytes]
 def read_index(path: Path) -> dict[str, list[CacheEntry]]:
     """Read the entries of each file. Skip lines that are cut or damaged."""
     index: dict[str, list[CacheEntry]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text(errors="replace").splitlines():
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
+        for line in lines:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 seen = tuple(row.pop("seen", ()))
@@ -234,15 +237,76 @@ def read_index(path: Path) -> dict[str, list[CacheEntry]]:
     return index
 
 
+def trim_index(
+    path: Path, index: dict[str, list[CacheEntry]], root: Path
+) -> dict[str, list[CacheEntry]]:
+    """Write an index anew without the entries that recognise no file, if these are most of it.
+
+    The caller holds the lock of the root, so nobody appends an entry meanwhile.
+
+    Args:
+        path: Path of the index.
+        index: Entries of the index (`read_index`).
+        root: Folder that the paths of the entries are below.
+
+    Returns:
+        The entries that the index has now.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size < _MIN_TRIMMED_SIZE:
+        return index
+    kept = {name: _select_entries(root / name, entries) for name, entries in index.items()}
+    rows = [_make_row(entry) for entries in kept.values() for entry in entries]
+    if 2 * sum(map(_estimate_size, rows)) > size:
+        return index
+    new = path.with_suffix(".new")
+    try:
+        new.unlink(missing_ok=True)  # of a killed run
+        _append(new, rows)
+        new.rename(path)
+    except OSError:  # such as a full disk: the longer index serves as well
+        new.unlink(missing_ok=True)
+        return index
+    return {name: entries for name, entries in kept.items() if entries}
+
+
+def _select_entries(path: Path, entries: list[CacheEntry]) -> list[CacheEntry]:
+    """Return the newest entry of a file, and that of each content with the file's size and time.
+
+    An identity belongs to the newest entry, so that entry stays the last one.
+    """
+    try:
+        stat = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:  # such as a folder that this user may not read now
+        return entries
+    found = {
+        (entry.origin, entry.etag): entry
+        for entry in entries
+        if (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    }
+    return [*(entry for entry in found.values() if entry is not entries[-1]), entries[-1]]
+
+
+def _estimate_size(row: dict[str, Any]) -> int:
+    """Return the bytes of a line of the index: about 200 of them are names and numbers."""
+    texts = [row["path"], row["etag"], row["origin"], row["digest"], *row["digests"]]
+    return 200 + sum(len(text) + len('"", ') for text in texts)
+
+
 def append_entries(path: Path, entries: list[CacheEntry]) -> None:
     """Append entries to the index, and sync it."""
-    names = CacheEntry.__slots__
-    _append(path, [{name: getattr(entry, name) for name in names} for entry in entries])
+    _append(path, [_make_row(entry) for entry in entries])
 
 
 def append_identities(path: Path, seen: dict[str, tuple[int, ...]]) -> None:
     """Append `CacheEntry.seen` of files, which belongs to the last entry of each file."""
     _append(path, [{"path": name, "seen": identity} for name, identity in seen.items()])
+
+
+def _make_row(entry: CacheEntry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in CacheEntry.__slots__}
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:

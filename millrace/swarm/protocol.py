@@ -7,6 +7,7 @@ needs only the standard library: an agent starts fast and uses little memory.
 import hashlib
 import hmac
 import http.client
+import io
 import json
 import re
 import secrets
@@ -567,7 +568,7 @@ def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
     Args:
         endpoint: Endpoint of the agent.
         key: Key of the node.
-        timeout: Seconds without an answer after which the request has failed.
+        timeout: Seconds that the connection, its encryption and the answer may take, each.
 
     Returns:
         The endpoint with the identity, and the fingerprint that each later connection must show.
@@ -584,7 +585,8 @@ def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
 
     def ask(connection: http.client.HTTPConnection) -> dict[str, Any]:
         try:
-            return _ask_agent(connection, path, {AUTH_HEADER: sign(key, "GET", path, to="")})
+            headers = {AUTH_HEADER: sign(key, "GET", path, to="")}
+            return _ask_agent(connection, path, headers, timeout)
         finally:
             connection.close()
 
@@ -609,12 +611,40 @@ def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
     return replace(endpoint, scheme="https", identity=identity, fingerprint=pinned.fingerprint)
 
 
+class _TimedReader(io.RawIOBase):
+    """Reader of a socket until a deadline, since a server may send one byte at a time for ever.
+
+    Args:
+        sock: Socket.
+        timeout: Seconds from now to the deadline.
+    """
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self._sock, self._deadline = sock, time.monotonic() + timeout
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        """Return a file, as `socket.socket.makefile` does."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer took too long")
+        self._sock.settimeout(left)
+        return self._sock.recv_into(buffer)
+
+
 def _ask_agent(
-    connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
+    connection: http.client.HTTPConnection, path: str, headers: dict[str, str], timeout: float
 ) -> dict[str, Any]:
     # `http.client` parses this answer, which may be that of another server with its own HTTP.
     connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
+    reader = _TimedReader(cast("socket.socket", connection.sock), timeout)
+    answer = http.client.HTTPResponse(cast("socket.socket", reader), method="GET")
+    answer.begin()
     content = answer.read(IDENTITY_SIZE)
     if answer.length and len(content) < IDENTITY_SIZE:
         raise http.client.IncompleteRead(content, answer.length)

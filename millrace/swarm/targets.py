@@ -75,26 +75,38 @@ class Targets:
             yield name, self._root / name
 
     def check_space(self, targets: Iterable[Target]) -> None:
-        """Check that the disk has space for the files without a partial file.
+        """Check that each disk has space for its files without a partial file.
 
         Raises:
-            NoSpaceError: The disk has too little space.
+            NoSpaceError: A disk has too little space.
         """
-        free, needed = self._measure_space(targets)
-        if needed and needed + SPARE_BYTES > free:
-            raise NoSpaceError(
-                f"{self._root} has {free} bytes free, and the files need {needed}, with "
-                f"{SPARE_BYTES} to spare: free some space, or choose another root."
-            )
+        for folder, free, needed in self._measure_space(targets):
+            if needed and needed + SPARE_BYTES > free:
+                raise NoSpaceError(
+                    f"{folder} has {free} bytes free, and the files need {needed}, with "
+                    f"{SPARE_BYTES} to spare: free some space, or choose another root."
+                )
 
     def measure_spare_room(self, targets: Iterable[Target]) -> int:
-        """Return the free bytes of the disk that the incomplete files do not need."""
-        free, needed = self._measure_space(targets)
-        return free - needed - SPARE_BYTES
+        """Return the free bytes of the fullest disk that the incomplete files do not need."""
+        return min(free - needed for _, free, needed in self._measure_space(targets)) - SPARE_BYTES
 
-    def _measure_space(self, targets: Iterable[Target]) -> tuple[int, int]:
-        needed = sum(target.file.size for target in targets if not target.partial.exists())
-        return shutil.disk_usage(self._root).free, needed
+    def _measure_space(self, targets: Iterable[Target]) -> Iterator[tuple[Path, int, int]]:
+        """Yield a folder on each disk, its free bytes, and those that its targets need."""
+        for folder, group in self._group_by_disk(targets):
+            needed = sum(target.file.size for target in group if not target.partial.exists())
+            yield folder, shutil.disk_usage(folder).free, needed
+
+    def _group_by_disk(self, targets: Iterable[Target]) -> list[tuple[Path, list[Target]]]:
+        """Return a folder and the targets of each disk: others may be mounted below the root."""
+        found: dict[Path, tuple[Path, int]] = {}
+        grouped = {_find_disk(self._root)[1]: (self._root, list[Target]())}
+        for target in targets:
+            if target.folder not in found:
+                found[target.folder] = _find_disk(target.folder)
+            folder, disk = found[target.folder]
+            grouped.setdefault(disk, (folder, []))[1].append(target)
+        return list(grouped.values())
 
     def preallocate(self, target: Target) -> None:
         """Create a partial file of the full size.
@@ -188,11 +200,12 @@ class Targets:
         for target in targets:
             if target.file.mode & _NEEDED_MODE != _NEEDED_MODE:
                 target.partial.chmod(target.file.mode)
-        if len(targets) > _MAX_SINGLE_SYNCS:
-            _sync_file_system(self._root)
-            return
-        for target in targets:
-            sync(target.partial)
+        for folder, group in self._group_by_disk(targets):
+            if len(group) > _MAX_SINGLE_SYNCS:
+                sync_file_system(folder)
+                continue
+            for target in group:
+                sync(target.partial)
 
     def make_final(self, target: Target, existing: tuple[int, ...] | None) -> None:
         """Give a complete partial file its final name.
@@ -279,6 +292,13 @@ class Targets:
                 link.unlink()
 
 
+def _find_disk(folder: Path) -> tuple[Path, int]:
+    """Return a folder or the nearest one above it that exists, and the disk that it is on."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder, folder.stat().st_dev
+
+
 def _is_same(link: Path, final: Path) -> bool:
     return link.is_file() and not link.is_symlink() and final.exists() and link.samefile(final)
 
@@ -329,7 +349,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file_system(folder: Path) -> None:
+def sync_file_system(folder: Path) -> None:
     """Sync a whole file system, which is far faster than many calls of fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

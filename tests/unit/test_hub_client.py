@@ -1,13 +1,17 @@
 """Errors and retries of the Hub's client, without a Hub."""
 
 import errno
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import hf_xet
 import httpx2
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import hf_raise_for_status
 
 from millrace import errors
 from millrace.hub import HubSpec
@@ -73,6 +77,31 @@ def test_the_status_in_a_message_of_a_transfer_is_translated(
     assert type(found.value) is translated
     if isinstance(found.value, errors.UnavailableError):
         assert str(found.value.status) in answer
+
+
+def _answer(status: int) -> None:
+    url = "https://bucket.example/lfs/part?X-Amz-Expires=900&X-Amz-Signature=5ec2e7"
+    hf_raise_for_status(httpx2.Response(status, request=httpx2.Request("PUT", url)))
+
+
+def _fail_to_send() -> None:
+    try:
+        _answer(503)
+    except HfHubHTTPError as error:
+        url = "https://bucket.example/lfs/part?X-Amz-Signature=5ec2e7"
+        raise RuntimeError(f"Error while uploading (url ({url}), part 2)") from error
+
+
+@pytest.mark.parametrize(
+    "call", [partial(_answer, status) for status in (503, 410, 404, 403, 400)] + [_fail_to_send]
+)
+def test_an_error_shows_no_signed_url(client: HubClient, call: Callable[[], None]) -> None:
+    with pytest.raises(errors.MillraceError) as found:
+        client._call_once("model.bin", call)
+    shown = "".join(traceback.format_exception(found.value))
+    assert "5ec2e7" not in str(found.value)
+    assert "5ec2e7" not in shown
+    assert "https://bucket.example/lfs/part?…" in shown
 
 
 def test_a_hub_without_xet_names_the_variable(client: HubClient) -> None:

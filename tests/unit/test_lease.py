@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import timedelta
 
@@ -154,6 +154,57 @@ def test_the_heartbeats_of_many_leases_are_sent_at_once(store, clock, monkeypatc
     with heartbeat:
         first = {beaten.get(timeout=10) for _ in names}
     assert first == {lease.keys.make_beat_key(0) for lease in leases}
+
+
+def test_a_stalled_heartbeat_holds_up_no_other_one(store, clock, monkeypatch):
+    sent, unblock = queue.Queue[str](), threading.Event()
+
+    def put_or_stall(store: Store, key: str, data: bytes) -> None:
+        sent.put(key)
+        if key == keys[0]:
+            assert unblock.wait(30)
+
+    holder, leases = Holder.describe_this_process(), []
+    for name in ("stalled", "other"):
+        lease = acquire(store, LeaseKeys("run", name), holder, TTL, clock)
+        assert isinstance(lease, Lease)
+        leases.append(lease)
+    keys = [lease.keys.make_beat_key(0) for lease in leases]
+    monkeypatch.setattr("millrace.lease.put", put_or_stall)
+    heartbeat = Heartbeat(TTL)
+    for lease in leases:
+        heartbeat.keep(lease)
+
+    def send(*expected: str) -> None:
+        heartbeat._send_heartbeats()
+        assert sorted(sent.get(timeout=10) for _ in expected) == sorted(expected)
+        wait([beat for lease, beat in heartbeat._under_way if lease is leases[1]], timeout=10)
+
+    send(*keys)
+    send(*keys)  # one request may fail alone
+    send(keys[1])
+    assert sent.empty()  # the stalled requests of one lease do not pile up
+    assert not unblock.is_set()
+    unblock.set()
+    wait([beat for _, beat in heartbeat._under_way], timeout=10)
+    send(*keys)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_heartbeats_are_sent_where_the_system_starts_no_more_threads(
+    store, clock, monkeypatch, count
+):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    heartbeat, beaten = Heartbeat(TTL), list[str]()
+    for number in range(count):
+        keys = LeaseKeys("run", f"{number}")
+        heartbeat.keep(acquire(store, keys, Holder.describe_this_process(), TTL, clock))
+    monkeypatch.setattr(heartbeat._pool, "submit", refuse)
+    monkeypatch.setattr("millrace.lease.put", lambda _store, key, _data: beaten.append(key))
+    heartbeat._send_heartbeats()
+    assert len(beaten) == count
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), BaseException("panic")])

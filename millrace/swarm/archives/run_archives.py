@@ -15,7 +15,7 @@ from typing import BinaryIO
 from millrace.errors import ArchiveError, ConfigurationError
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
-from millrace.swarm.targets import SPARE_BYTES
+from millrace.swarm.targets import SPARE_BYTES, sync, sync_file_system
 
 _Member = tuple[str, int, int]  # path below the folder, bytes, time in ns; both 0 for a folder
 
@@ -83,8 +83,10 @@ class ArchiveUnpacker:
         try:
             drops = self._unpack_final(number, file, half)
             made = half / CONTENT_NAME if file.unpack in SINGLE_FILE_METHODS else half
+            sync_file_system(half)  # the record has no digests: its members must be on the disk
             record.prepare(file, made)
             _replace_folder(into, made, old, file, record)
+            sync(into.parent.resolve())
         except BaseException:
             _remove(half)
             record.discard()
@@ -173,7 +175,7 @@ class _CompleteFile:
 
 
 class _Record:
-    """Record of one unpacked folder or file: its origin, then a line for each member.
+    """Record of one unpacked folder or file: its origin and method, then a line for each member.
 
     Args:
         path: Path of the record.
@@ -199,6 +201,7 @@ class _Record:
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(self._old)
         self._part.rename(self._path)
+        sync(self._path.parent)  # the folder may be on another disk
 
     def roll_back(self) -> None:
         """Make the record before `commit` valid again, if there was one."""
@@ -221,7 +224,7 @@ class _Record:
         self._part.rename(self._path)
 
     def is_record_of(self, file: File) -> bool:
-        """Tell whether the folder was unpacked from this content of this object."""
+        """Tell whether the folder was unpacked from this content by the same method."""
         try:
             with self._path.open() as lines:
                 return json.loads(lines.readline()) == _describe_source(file)
@@ -296,7 +299,9 @@ def _replace_folder(into: Path, made: Path, old: Path, file: File, record: _Reco
 
 
 def _describe_source(file: File) -> dict[str, str]:
-    return {"into": file.into, "origin": file.origin, "etag": file.etag}
+    return {
+        "into": file.into, "origin": file.origin, "etag": file.etag, "unpack": file.unpack
+    }  # fmt: skip
 
 
 def _remove(path: Path) -> None:

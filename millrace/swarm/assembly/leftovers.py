@@ -18,6 +18,7 @@ from millrace.swarm.cache_index import (
     read_identity,
     read_index,
     recognise_file,
+    trim_index,
 )
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.journal import Journal, cut_partial_stem, verify_ranges
@@ -65,10 +66,10 @@ class Leftovers:
 
         The files at all destinations are checked before the first one is renamed.
         """
-        index = read_index(self._index)
+        index = trim_index(self._index, read_index(self._index), self._root)
         found = self._recognise_files(index)
         whole: list[int] = []
-        again: list[CacheEntry] = []  # recorded again: all was read, and differs
+        again: list[CacheEntry] = []  # recorded again: an identity belongs to the last entry
         for number, known in found.items():
             state = self._arrivals.states[number]
             if state.missing:  # a damaged file: its correct segments are kept
@@ -76,8 +77,9 @@ class Leftovers:
                 continue
             whole.append(number)
             own, *links = state.make_entries(self._catalogue.piece_size)
-            if known.entry is not None and known.hashed and not _is_last_entry(index, own):
-                again.append(own)
+            if known.entry is not None:
+                recognised = own if known.hashed else replace(known.entry, seen=())
+                again += [] if _is_last_entry(index, recognised) else [recognised]
             again += [link for link in links if not _has_entry(index, link)]
         if again:
             append_entries(self._index, again)  # before the names of links
@@ -87,8 +89,10 @@ class Leftovers:
             state = self._arrivals.states[number]
             self._targets.link(state.target, state.existing_links, state.links)
             for name, path in self._targets.iterate_paths(state.target):
-                identity, entries = read_identity(path), index.get(name, [])
-                if name in recorded or (entries and entries[-1].seen != identity):
+                if name == state.file.path and found[number].entry is None:
+                    continue  # a file of the user, whose bytes are those of no entry
+                identity = read_identity(path)
+                if name in recorded or index[name][-1].seen != identity:
                     seen[name] = identity
         if seen:
             append_identities(self._index, seen)
@@ -216,9 +220,15 @@ def _is_last_entry(index: dict[str, list[CacheEntry]], wanted: CacheEntry) -> bo
 
 
 def _has_entry(index: dict[str, list[CacheEntry]], wanted: CacheEntry) -> bool:
-    """Tell whether the last entry of a file is the wanted one, whatever its pieces were."""
+    """Tell whether the last entry of a file is the wanted one, whatever its pieces were.
+
+    It may have a digest that the wanted one does not name.
+    """
     entries = index.get(wanted.path, [])
     content = wanted.origin, wanted.etag, wanted.size, wanted.mtime_ns
-    return bool(entries) and content == (
-        entries[-1].origin, entries[-1].etag, entries[-1].size, entries[-1].mtime_ns
-    )  # fmt: skip
+    return (
+        bool(entries)
+        and content
+        == (entries[-1].origin, entries[-1].etag, entries[-1].size, entries[-1].mtime_ns)
+        and wanted.digest in {"", entries[-1].digest}
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -150,15 +151,20 @@ def test_an_owner_in_a_step_that_does_not_end_loses_its_lease(
     monkeypatch.setattr(ownership_module, "Heartbeat", NotedHeartbeat)
     monkeypatch.setattr(Lease, "beat", lambda lease: beats.append(lease))  # noqa: PLW0108 - a method
     timer = StepTimer(STEP_TIMEOUT, lambda: elapsed)
+
+    def send() -> None:
+        started[0]._send_heartbeats()
+        wait([beat for _, beat in started[0]._under_way])
+
     with contextlib.ExitStack() as stack:
         Ownership(store, KEYS, TIMEOUT, timer).acquire(stack)
         with timer.expect_steps():
             elapsed = 3600.0
-            started[0]._send_heartbeats()
+            send()
             assert len(beats) == 1
             elapsed = 3601.0
-            started[0]._send_heartbeats()
+            send()
             assert len(beats) == 1
             timer.note_step()
-            started[0]._send_heartbeats()
+            send()
             assert len(beats) == 2

@@ -1,5 +1,6 @@
 """Check of files of earlier runs, whose pieces may have had another size."""
 
+import errno
 import hashlib
 import os
 from dataclasses import replace
@@ -8,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigurationError
+from millrace.swarm import cache_index
 from millrace.swarm.cache_index import (
     CacheCheck,
     CacheEntry,
     append_entries,
+    append_identities,
     hash_file,
     hash_file_segments,
     read_identity,
     read_index,
     recognise_file,
+    trim_index,
 )
 from millrace.swarm.catalogue import File, build_catalogue
 from tests.oracle import compute_blake3
@@ -134,3 +138,39 @@ def test_a_damaged_line_of_the_index_affects_no_other_line(tmp_path):
         opened.write(b"\xff\xfe torn\n")
     append_entries(path, [entry])
     assert read_index(path) == {"file": [entry, entry]}
+
+
+def make_entry(path: str, etag: str, mtime_ns: int = 0) -> CacheEntry:
+    return CacheEntry(path, 1, mtime_ns, etag, "s3://bucket/file", "", MIB, ["ab" * 32], (1, 2))
+
+
+def test_a_trimmed_index_has_each_entry_that_recognises_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_index, "_MIN_TRIMMED_SIZE", 0)
+    path, file = tmp_path / "files.jsonl", tmp_path / "file"
+    file.write_bytes(b"x")
+    now = file.stat().st_mtime_ns
+    own, repeated = make_entry("file", "1", now), make_entry("file", "2", now)
+    of_killed_run = make_entry("file", "3")
+    gone = [make_entry(f"gone/{number}", "1") for number in range(9)]
+    append_entries(path, [repeated, own, make_entry("file", "2"), repeated, of_killed_run, *gone])
+    append_identities(path, {"file": (7, 8)})
+    expected = [repeated, own, replace(of_killed_run, seen=(7, 8))]
+    assert trim_index(path, read_index(path), tmp_path) == {"file": expected}
+    assert read_index(path) == {"file": expected}
+    before = path.stat()
+    assert trim_index(path, read_index(path), tmp_path) == {"file": expected}
+    assert path.stat() == before
+
+
+def test_an_index_that_cannot_be_written_anew_stays(tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_index, "_MIN_TRIMMED_SIZE", 0)
+    path = tmp_path / "files.jsonl"
+    append_entries(path, [make_entry("gone", "1")])
+    index, before = read_index(path), path.read_bytes()
+    monkeypatch.setattr(cache_index.os, "fsync", fail)
+    assert trim_index(path, index, tmp_path) == index
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

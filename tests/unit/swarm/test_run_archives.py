@@ -1,6 +1,7 @@
 """Archives of a run on one node: an unpacked folder always has the members of the final archive."""
 
 import errno
+import gzip
 import hashlib
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ArchiveError, ConfigurationError, StoppedError
+from millrace.swarm.archives import run_archives
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
@@ -141,6 +143,25 @@ def test_a_folder_whose_archive_was_wrong_is_not_taken_over_after_a_kill(tmp_pat
     assert (tmp_path / "d/weights.bin").read_bytes() == BODY
 
 
+@pytest.mark.parametrize("methods", [("gz", "tar.gz"), ("tar.gz", "gz")], ids=" then ".join)
+def test_a_request_with_another_method_unpacks_the_archive_again(tmp_path, methods):
+    data = tarred({"weights.bin": BODY}, "w:gz")
+    for method in methods:
+        node = Node(tmp_path, data, method)
+        node.write_all()
+        node.unpacker.unpack(0)
+        node.assembler.close()
+    if method == "gz":
+        assert (tmp_path / "d").read_bytes() == gzip.decompress(data)
+    else:
+        assert (tmp_path / "d/weights.bin").read_bytes() == BODY
+    before = (tmp_path / "d").stat().st_ino
+    node = Node(tmp_path, data, methods[-1])
+    node.unpacker.unpack(0)
+    node.assembler.close()
+    assert (tmp_path / "d").stat().st_ino == before  # the same method: not again
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_complete_archive_is_not_unpacked_after_the_end_of_the_run(tmp_path, method):
     members = {f"{number}.bin": BODY[:MIB] for number in range(3)}
@@ -213,6 +234,27 @@ def check_old_folder(node: Node, root: Path, *, other: str = "") -> None:
     assert (root / "d/x").read_bytes() == b"new" * 999
     assert len(list((root / ".millrace/unpacked").iterdir())) == 1
     node.assembler.close()
+
+
+@pytest.mark.parametrize("method", ["tar", "gz"])
+def test_an_unpacked_folder_is_synced_before_it_gets_its_name(tmp_path, monkeypatch, method):
+    """Its record has sizes and times only, which a disk may keep of a file whose bytes it lost."""
+    data = tarred({"weights.bin": BODY}, "w")
+    node = Node(tmp_path, gzip.compress(data) if method == "gz" else data, method)
+    node.write_all()
+    node.assembler.wait_final(0)
+    records = tmp_path / ".millrace" / "unpacked"
+    synced: list[tuple[Path, bool, bool]] = []
+
+    def note(folder: Path) -> None:
+        synced.append((folder, any(records.glob("*")), (tmp_path / "d").exists()))
+
+    for name in ("sync", "sync_file_system"):
+        monkeypatch.setattr(run_archives, name, note)
+    node.unpacker.unpack(0)
+    node.assembler.close()
+    (half,) = [folder for folder, *_ in synced if folder.name.endswith(".unpacking")]
+    assert synced == [(half, False, False), (records, True, False), (tmp_path, True, True)]
 
 
 def test_a_full_disk_keeps_the_folder_that_was_to_be_replaced(tmp_path, monkeypatch):

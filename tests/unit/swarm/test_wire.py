@@ -1,10 +1,13 @@
 """Reads of an answer: no more than is expected, and never less than was announced."""
 
 import http.client
+import itertools
 import select
 import socket
 import threading
+import time
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +89,16 @@ def test_what_comes_a_byte_at_a_time_has_failed_after_a_while(dripping, monkeypa
         pytest.raises(TimeoutError, match="bytes in"),
     ):
         connections.read_into(dripping(answer), "/a", {}, memoryview(bytearray(1_000_000)))
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"]
+)
+def test_an_agent_states_its_identity_in_time(dripping, monkeypatch, answer):
+    clock = SimpleNamespace(time=time.time, monotonic=itertools.count().__next__)
+    monkeypatch.setattr(protocol, "time", clock)  # a second for each read
+    with pytest.raises(TimeoutError):
+        protocol.identify(dripping(answer), b"key", 20.0)
 
 
 def test_what_is_of_no_use_any_more_is_read_no_further(dripping):

@@ -1,5 +1,6 @@
 """Nodes that die, stop, freeze, are missing or come late."""
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -12,9 +13,10 @@ from pydantic import SecretStr
 
 from benchmarks.rig.store import Fault, FaultKind
 from millrace import errors
-from millrace.swarm import Host, Hosts, LimitSettings, prewarm, tls
+from millrace.swarm import Host, Hosts, LimitSettings, prewarm, protocol, tls
 from millrace.swarm.driving import agent_client, stragglers
 from millrace.swarm.progress_events import NodeLost
+from millrace.swarm.protocol import Endpoint
 from tests.support.swarm.prewarms import MIB, below, fill, mounted
 from tests.support.swarm.swarms import (
     KEY,
@@ -54,6 +56,43 @@ def test_a_missing_host_does_not_hold_up_the_others(store, nodes):
     report = prewarm(settings.model_copy(update={"start_timeout": timedelta(minutes=5)}))
     assert [node.ready for node in report.nodes] == [True, True, False]
     assert report.seconds < settings.start_timeout.total_seconds()
+
+
+class Dripping(BaseHTTPRequestHandler):
+    """A server that answers with one byte at a time, for ever."""
+
+    is_over = threading.Event()
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self.is_over.wait(0.01):
+                self.wfile.write(b"x")
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_host_that_never_ends_its_first_answer_is_absent(store, nodes, monkeypatch):
+    contents = fill(store, "drips")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dripping) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
+            is_dripping = endpoint.port == server.server_port
+            return protocol.identify(endpoint, key, 0.5 if is_dripping else timeout)
+
+        monkeypatch.setattr(agent_client, "identify", identify)
+        host = Host(url=f"http://127.0.0.1:{server.server_port}", name="drips")
+        hosts = Hosts(hosts=(nodes[0].host, nodes[1].host, host), key=SecretStr(KEY))
+        try:
+            report = prewarm(make_settings(store, nodes, nodes=hosts, **below("drips")))
+        finally:
+            Dripping.is_over.set()
+            server.shutdown()
+    reasons = {node.name: node.reason for node in report.nodes if not node.ready}
+    assert reasons.keys() == {"drips"}
+    assert "did not answer for" in reasons["drips"]
+    assert read_files(nodes[0].root) == read_files(nodes[1].root) == contents
 
 
 def replaced_by_slow(node: Agent, pause: float, stops_after: float) -> Agent:

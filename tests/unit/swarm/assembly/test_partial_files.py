@@ -3,11 +3,15 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from millrace import errors
 from millrace.swarm import targets
+from millrace.swarm.cache_index import read_identity, read_index
+from millrace.swarm.catalogue import File, build_catalogue
+from millrace.swarm.targets import Targets
 from tests.oracle import compute_blake3
 from tests.unit.swarm.assembly.test_user_files import MIB, OLD, USERS, Run, make_file, prewarm
 
@@ -58,6 +62,40 @@ def test_a_run_continues_on_a_file_system_that_cannot_allocate(tmp_path, monkeyp
         run.write(number)
         run.assembler.close()
     assert run.finished == [0]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Targets:
+    """Return 9 targets on a disk that is mounted below the root, and one on that of the root."""
+    files = [File(f"mount/{n}", MIB, "etag", f"s3://b/{n}") for n in range(9)]
+    files.append(File("a", MIB, "etag", "s3://b/a"))
+    monkeypatch.setattr(targets, "_find_disk", lambda folder: (folder, folder.name == "mount"))
+    return Targets(tmp_path, build_catalogue(files, MIB))
+
+
+def test_a_disk_below_the_root_is_synced(tmp_path, mounted, monkeypatch):
+    synced: list[Path] = []
+    for name in ("sync", "sync_file_system"):
+        monkeypatch.setattr(targets, name, synced.append)
+    mounted.sync_partials(mounted.by_file)
+    assert synced == [mounted.by_file[9].partial, tmp_path / "mount"]
+
+
+@pytest.mark.parametrize("full", ["mount", ""])
+def test_each_disk_needs_space_for_its_files_only(tmp_path, mounted, monkeypatch, full):
+    needed = {tmp_path: MIB, tmp_path / "mount": 9 * MIB}
+
+    def measure(folder: Path) -> SimpleNamespace:
+        lacks = folder == tmp_path / full
+        return SimpleNamespace(free=needed[folder] + targets.SPARE_BYTES + 10 - 11 * lacks)
+
+    monkeypatch.setattr(targets.shutil, "disk_usage", measure)
+    with pytest.raises(errors.NoSpaceError, match=f"{tmp_path / full} has "):
+        mounted.check_space(mounted.by_file)
+    assert mounted.measure_spare_room(mounted.by_file) == -1
+    full = "neither"
+    mounted.check_space(mounted.by_file)
+    assert mounted.measure_spare_room(mounted.by_file) == 10
 
 
 @pytest.mark.parametrize(
@@ -128,6 +166,15 @@ def test_a_dropped_piece_takes_all_final_names_and_is_not_used_after_a_kill(tmp_
     names = {Path(name).name for name in (later.path, *later.links)}
     assert read_model(tmp_path) == dict.fromkeys(names, OLD)
     assert run.faults == []
+
+
+def test_the_index_has_a_digest_that_comes_later_for_each_destination(tmp_path):
+    digest = compute_blake3(OLD)
+    for known in ("", digest, ""):
+        assert prewarm(tmp_path, make_file(links=LINKED.links, digest=known)).finished == [0]
+        newest = read_index(tmp_path / ".millrace" / "files.jsonl")["model/n"][-1]
+        assert newest.seen == read_identity(tmp_path / "model" / "n")
+    assert newest.digest == digest
 
 
 @pytest.mark.usefixtures("further")

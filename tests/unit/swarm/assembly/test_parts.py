@@ -17,7 +17,14 @@ from millrace.swarm.assembly.hashing import FileHashes, hash_arriving
 from millrace.swarm.assembly.leftovers import Leftovers
 from millrace.swarm.assembly.partial_files import PartialFiles
 from millrace.swarm.assembly.root_lock import RootLock
-from millrace.swarm.cache_index import CacheCheck, hash_file
+from millrace.swarm.cache_index import (
+    CacheCheck,
+    append_entries,
+    append_identities,
+    hash_file,
+    read_identity,
+    read_index,
+)
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.journal import Journal, verify_ranges
 from millrace.swarm.targets import Targets
@@ -49,11 +56,12 @@ class Parts:
         *,
         large: str = "",
         body: bytes = LARGE,
+        etag: str = "etag",
         check: CacheCheck = CacheCheck.FULL,
     ) -> None:
         self.body, self.size = body, len(body) // 3
         files = [
-            File("large", len(body), "etag", "s3://bucket/large", large),
+            File("large", len(body), etag, "s3://bucket/large", large),
             File("s0", len(SMALL), "etag", "s3://bucket/s0"),
             File("s1", len(SMALL), "etag", "s3://bucket/s1"),
         ]
@@ -148,6 +156,68 @@ def test_a_full_check_of_unchanged_files_adds_nothing_to_the_index(tmp_path):
     for _ in range(2):
         assert Parts(tmp_path, check=CacheCheck.FULL).begin() == [0, 1, 2]
         assert index.read_bytes() == before
+
+
+NEWER = hashlib.shake_256(b"newer").digest(3 * SIZE)
+
+
+def test_a_file_of_the_user_gives_no_entry_its_identity(tmp_path):
+    """A later request for the content of that entry would take the user's bytes for it."""
+    first = Parts(tmp_path, check=CacheCheck.STAT)
+    first.begin()
+    first.write_large(0, 1, 2)
+    first.finisher.finish([0])
+    index = tmp_path / ".millrace" / "files.jsonl"
+    before = index.read_bytes()
+    (tmp_path / "large").unlink()
+    (tmp_path / "large").write_bytes(NEWER)
+    newer = Parts(
+        tmp_path, large=compute_blake3(NEWER), body=NEWER, etag="newer", check=CacheCheck.STAT
+    )
+    assert newer.begin() == [0]
+    assert index.read_bytes() == before
+    with pytest.raises(errors.ConfigurationError, match="Millrace did not make it"):
+        Parts(tmp_path, check=CacheCheck.STAT).begin()
+    assert (tmp_path / "large").read_bytes() == NEWER
+
+
+def test_an_entry_of_a_killed_run_gets_no_identity_of_an_earlier_content(tmp_path):
+    first = Parts(tmp_path, check=CacheCheck.STAT)
+    first.begin()
+    first.write_large(0, 1, 2)
+    first.finisher.finish([0])
+    stat = (tmp_path / "large").stat()
+    newer = Parts(tmp_path, body=NEWER, etag="newer", check=CacheCheck.STAT)
+    newer.begin()
+    newer.write_large(0, 1, 2)
+    # Both contents have the same time, as on a file system with coarse times.
+    os.utime(newer.targets.by_file[0].partial, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    index = tmp_path / ".millrace" / "files.jsonl"
+    append_entries(index, newer.arrivals.states[0].make_entries(SIZE))  # killed before the rename
+    newer.journal.close(keep=False)
+    newer.targets.by_file[0].partial.unlink()
+    assert Parts(tmp_path, check=CacheCheck.STAT).begin() == [0]
+    first_entry, newer_entry, last = read_index(index)["large"]
+    assert last == first_entry
+    assert newer_entry.seen == ()
+    again = Parts(tmp_path, body=NEWER, etag="newer", check=CacheCheck.STAT)
+    assert again.begin() == []
+    assert again.write_large(0, 1, 2)[2] == [0]
+    again.finisher.finish([0])
+    assert (tmp_path / "large").read_bytes() == NEWER
+
+
+def test_an_identity_at_the_entry_of_another_content_is_not_trusted(tmp_path):
+    """Earlier versions wrote such identities."""
+    first = Parts(tmp_path, check=CacheCheck.STAT)
+    first.begin()
+    first.write_large(0, 1, 2)
+    first.finisher.finish([0])
+    (tmp_path / "large").write_bytes(NEWER)
+    index = tmp_path / ".millrace" / "files.jsonl"
+    append_identities(index, {"large": read_identity(tmp_path / "large")})
+    with pytest.raises(errors.ConfigurationError, match="Millrace did not make it"):
+        Parts(tmp_path, check=CacheCheck.STAT).begin()
 
 
 def test_a_piece_that_is_dropped_while_its_file_is_synced_is_written_again(tmp_path, monkeypatch):

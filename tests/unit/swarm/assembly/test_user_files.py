@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace import errors
-from millrace.swarm import targets
+from millrace.swarm import cache_index, targets
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.piece_readers import hash_segments
@@ -86,6 +86,19 @@ def test_a_file_with_another_time_is_used_if_its_bytes_are_the_recorded_ones(tmp
     prewarm(tmp_path, make_file(digest=digest))
     os.utime(tmp_path / "model" / "m", ns=(1, 1))
     assert prewarm(tmp_path, make_file(digest=digest)).finished == [0]
+
+
+def test_the_index_does_not_grow_with_files_that_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_index, "_MIN_TRIMMED_SIZE", 1000)
+    prewarm(tmp_path, make_file(path="kept"))
+    for number in range(50):
+        prewarm(tmp_path, make_file(path=f"{number}/m"))
+        shutil.rmtree(tmp_path / f"{number}")
+        assert (tmp_path / ".millrace" / "files.jsonl").stat().st_size < 4000
+    kept = Run(tmp_path, {make_file(path="kept"): OLD})
+    assert [number for number, _ in kept.assembler.open()] == [0, 1]
+    kept.assembler.close()
+    assert kept.finished == [0]
 
 
 def damage(path: Path) -> bytes:
