@@ -103,6 +103,17 @@ def test_what_the_aggregator_could_not_read_is_not_missed():
     assert go_on(before, link(3, a=ExclusionReason.UNAVAILABLE)) == before
 
 
+def test_what_alone_could_not_be_read_is_missed():
+    gone = go_on({}, START, registered("a") | registered("b"), quorum=2)
+    for window in (1, 2, 3):
+        last = link(window, "a", b=ExclusionReason.UNAVAILABLE)
+        unawaited = go_on(gone, last, quorum=2, wanted=1)
+        assert unawaited["b"].missed == gone["b"].missed
+        gone = go_on(gone, last, quorum=2)
+    assert gone["b"].status is RosterStatus.REMOVED
+    assert gone["a"].is_active
+
+
 def test_a_gradient_that_a_complete_window_did_not_wait_for_is_not_missed():
     both = go_on({}, START, registered("a") | registered("b"), quorum=2)
     both = go_on(go_on(both, link(1, "ab"), quorum=2), link(2, "ab"), quorum=2)
