@@ -129,6 +129,12 @@ class GradientHeader(RecordPart):
     digest: str = ""
 
 
+ABSENT_WINDOWS = 10
+"""Number of windows in a row without a worker's gradient that count as one missed window.
+
+These windows did not wait for the worker, since enough others had sent."""
+
+
 class ExclusionReason(StrEnum):
     """Reason why a worker is excluded from a window, or why its gradient is refused.
 

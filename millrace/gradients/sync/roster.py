@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from millrace.gradients.settings import RegistrationSettings
 from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.gradient import ABSENT_WINDOWS
 from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
 
 MAX_GONE = 1000
@@ -80,20 +81,26 @@ def _note_window(
 ) -> RosterEntry:
     """Return the entry of a worker after a window.
 
-    A gradient that was not needed changes nothing. Nor does one that the window did not wait for,
-    or that the aggregator could not read, unless it read those of other registered workers.
+    A gradient that was not needed is not missed, nor one that the aggregator could not read, unless
+    it read those of other registered workers. One that the window did not wait for counts as the
+    tenth part of a missed one.
     """
     if not entry.is_active or not isinstance(link, ChainLink):
         return entry
     if _has_valid_gradient(uid, link):
         valid = entry.valid + 1
         status = RosterStatus.ESTABLISHED if valid >= settings.warm_up else entry.status
-        return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
+        return entry.model_copy(update={"valid": valid, "missed": 0, "absent": 0, "status": status})
     if uid not in link.excluded:
+        return entry.model_copy(update={"absent": 0})
+    reason = link.excluded[uid].reason
+    if not reason.is_missed(is_awaited=True, is_readable=is_readable):
         return entry
     is_awaited = not entry.counts or wanted is None or len(link.taken) < wanted
-    if not link.excluded[uid].reason.is_missed(is_awaited=is_awaited, is_readable=is_readable):
-        return entry
+    if not reason.is_missed(is_awaited=is_awaited, is_readable=is_readable):
+        entry = entry.model_copy(update={"absent": entry.absent + 1})
+        if entry.absent % ABSENT_WINDOWS:
+            return entry
     missed = entry.missed + 1
     status = RosterStatus.REMOVED if missed >= settings.missed else entry.status
     return entry.model_copy(update={"valid": 0, "missed": missed, "status": status})
