@@ -33,12 +33,14 @@ class BucketListing:
     """Objects of a bucket's workers.
 
     Attributes:
+        asked: Names of the requested workers.
         found: Gradients of the window, by the workers' names.
         objects: Number of objects below each worker's prefix; empty if the listing failed.
         size: Bytes of these objects; empty if the listing failed.
         failed: Reason for each requested worker, if the listing failed.
     """
 
+    asked: frozenset[str] = frozenset()
     found: dict[str, Stat] = field(default_factory=dict[str, Stat])
     objects: Counter[str] = field(default_factory=Counter[str])
     size: Counter[str] = field(default_factory=Counter[str])
@@ -113,7 +115,8 @@ class BucketLister:
         prefix = f"{keys.run}/" if is_shared else keys.make_worker_prefix(uids[0])
         bucket = self._stores[uids[0]]
         counted = {uid for uid, store in self._stores.items() if store is bucket}
-        asked, listing, most = set(uids), BucketListing(), self._most_listed
+        asked, most = frozenset(uids), self._most_listed
+        listing = BucketListing(asked)
         store = self._limit.limit_retries(bucket)
         try:
             for stat in (

@@ -197,7 +197,7 @@ class _Gathering:
         valid = set(self._results.select_valid())
         for listing in self._lister.take_finished():
             self._quota.check(listing, self._stores)
-            self._results.note_failed_listing(listing.failed)
+            self._results.note_listing(listing.asked, listing.failed)
             for uid, stat in listing.found.items():
                 if self._reader.is_reading(uid) or uid in valid:
                     continue

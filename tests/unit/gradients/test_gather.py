@@ -422,6 +422,28 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
     assert "was overwritten after it was read 3 times" in found.excluded["1"].sentence
 
 
+def test_a_worker_that_was_not_there_in_the_last_listing_is_missing_whatever_failed_before(
+    store, monkeypatch
+):
+    failed: list[str] = []
+
+    def fail_once(store: Store, prefix: str, **options: Any) -> Iterator[Stat]:
+        if not failed:
+            failed.append(prefix)
+            raise UnavailableError("503")
+        return list_fairly(store, prefix, **options)
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            return OPEN.closes + timedelta(seconds=1 if failed else -1)
+
+    send(store, "0")
+    monkeypatch.setattr(bucket_lister, "list_fairly", fail_once)
+    found = gather(OPEN, workers(store, 0, 1), QUICK, clock=Clock(NOW, 0.0))
+    assert set(found.taken) == {"0"}
+    assert found.excluded["1"].reason is ExclusionReason.MISSING
+
+
 def test_requests_that_fail_do_not_count_as_reads(store):
     """A bucket that recovers costs its worker nothing."""
     asked = 0

@@ -321,8 +321,18 @@ def test_a_worker_without_a_result_is_missing_or_its_bucket_does_not_answer():
     denied = ExcludedWorker(
         reason=ExclusionReason.UNAVAILABLE, sentence="Its bucket refuses to be read."
     )
-    results.note_failed_listing({"a": denied})
+    results.note_listing("a", {"a": denied})
     assert results.explain_exclusion("a", is_pending=False) is denied
     assert results.explain_exclusion("a", is_pending=True) is denied  # it is listed once more
-    assert results.should_read("a", stat_of("a"))  # the next listing succeeded
+    results.note_listing("b", {})  # another bucket
+    assert results.explain_exclusion("a", is_pending=False) is denied
+    results.note_listing("a", {})
     assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.MISSING
+
+
+def test_a_listing_that_succeeds_does_not_remove_the_reason_of_a_read():
+    results = GatherResults("a", ignore_event)
+    assert results.should_read("a", stat_of("a"))
+    results.note("a", refused_result(ExclusionReason.CHANGED), is_last=False)
+    results.note_listing("a", {})
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.CHANGED
