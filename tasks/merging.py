@@ -4,11 +4,15 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from prefect import get_run_logger
+from prefect import Task, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
 
 from millrace import gradients
 from millrace.checkpoints.progress_events import CheckpointDamaged
+from millrace.errors import ConflictError
 from millrace.gradients import AggregatorSettings, ChainLink, TemplarImportSettings
 from millrace.progress import Event
 from millrace.schemas.chain import count_reasons
@@ -25,7 +29,7 @@ from tasks.reports import (
     join_blocks,
     publish_report,
 )
-from tasks.retries import retried_task
+from tasks.retries import RETRY_DELAYS, retried_task, should_retry
 
 _SHOWN = 200  # windows in a report
 _ROWS = 50
@@ -62,7 +66,18 @@ def ensure_run_begun(settings: AggregatorSettings) -> None:
     gradients.ensure_run_begun(settings)
 
 
-@retried_task
+def should_retry_aggregator(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    """Decide whether a failed aggregator is tried again. After a conflict it loads the chain."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, ConflictError) or should_retry(task, run, state)
+
+
+@task(
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=should_retry_aggregator,
+)
 def run_aggregator(settings: AggregatorSettings, after: int) -> AggregationResult:
     """Merge the windows after a given window. A later run continues after a kill or a cancellation.
 

@@ -390,7 +390,8 @@ class WindowProgress(LiveProgress):
         self._stored[uid] = objects, stored
         self._log.warning(
             "%s stores %s, %s, below its prefix: more than `gather` allows. Cleaning rules for "
-            "gradients and junk delete objects that are not needed.",
+            "gradients delete those of merged windows, and rules for junk other objects after the "
+            "run. Those of a campaign stay until its end.",
             uid, format_count(objects, "object"), format_size(stored),
         )  # fmt: skip
 

@@ -33,6 +33,7 @@ _MAX_LEASE_DEPTH = MAX_DEPTH + 4  # folders of a scope, with those of an aggrega
 _SEARCH_PAUSE_FACTOR = 4  # pause after a search for campaigns, in durations of the search
 _MAX_TRAINING_SIZE = 1 << 20  # bytes of a campaign's committed training
 _CHAIN_KINDS = {ObjectKind.UPDATE, ObjectKind.LINK, ObjectKind.OPENING, ObjectKind.SCORES}
+_WINDOW_KINDS = {ObjectKind.GRADIENT, ObjectKind.START_WINDOW}
 _POSITION = "window"  # position in an aggregator's checkpoint: the window after which it was saved
 
 
@@ -115,6 +116,7 @@ class ProtectionPolicy:
         self._machine_cache: tuple[float, dict[str, str]] = 0.0, {}
         self._heads: dict[tuple[str, str], ChainHead | str] = {}
         self._newest_scores: dict[tuple[str, str], int] = {}
+        self._newest_links: dict[tuple[str, str], int] = {}
         self._campaigns: dict[str, set[str]] = {}
         self._next_search_at = 0.0
 
@@ -136,6 +138,8 @@ class ProtectionPolicy:
         if classified is None:
             return self.describe_holder(key.rpartition("/")[0])
         holder = self.describe_holder(classified.lease_scope)
+        if holder and classified.kind in _WINDOW_KINDS and self._is_merged(classified):
+            holder = self.describe_holder(classified.scope)  # not that of the aggregator
         if holder or classified.kind not in _CHAIN_KINDS:
             return holder
         return self._explain_chain_protection(classified)
@@ -236,6 +240,21 @@ class ProtectionPolicy:
                 continue
             for held in holders.values():
                 yield f"{name} is worked on by {held.holder.host} (process {held.holder.pid})"
+
+    def _is_merged(self, classified: ClassifiedKey) -> bool:
+        """Decide whether the window of a worker's object has a link. Nobody reads it after that.
+
+        If several stores have a chain, the shortest one decides.
+        """
+        chain = (classified.scope, classified.version)
+        if chain not in self._newest_links:
+            keys = ChainKeys(*chain)
+            newest = [
+                max(list_numbers(store, keys.links, keys.parse_link), default=-1)
+                for store, _ in self._stores
+            ]
+            self._newest_links[chain] = min((one for one in newest if one >= 0), default=-1)
+        return classified.number <= self._newest_links[chain]
 
     def _explain_chain_protection(self, classified: ClassifiedKey) -> str:
         """Return why an object of a chain is needed; empty if it is not."""

@@ -129,6 +129,12 @@ class GradientHeader(RecordPart):
     digest: str = ""
 
 
+ABSENT_WINDOWS = 10
+"""Number of windows in a row without a worker's gradient that count as one missed window.
+
+These windows did not wait for the worker, since enough others had sent."""
+
+
 class ExclusionReason(StrEnum):
     """Reason why a worker is excluded from a window, or why its gradient is refused.
 
@@ -143,7 +149,7 @@ class ExclusionReason(StrEnum):
     UNAVAILABLE = "unavailable"  # the bucket does not answer, or refuses
     CHANGED = "changed"  # replaced during the read
     OVERWRITTEN = "overwritten"  # replaced after the last read that a window allows
-    FORMAT = "format"  # not a safetensors file of this format
+    FORMAT = "format"  # not a safetensors file of this format, or an object that nobody can read
     HEADER = "header"  # the header is incomplete, or contradicts itself
     RUN = "run"  # of another run
     UID = "uid"  # of another worker
@@ -164,15 +170,18 @@ class ExclusionReason(StrEnum):
         """True if the gradient passed all checks, and was left out for another reason."""
         return self in {ExclusionReason.QUORUM, ExclusionReason.WARM_UP}
 
-    def is_missed(self, *, is_awaited: bool) -> bool:
+    def is_missed(self, *, is_awaited: bool, is_readable: bool = False) -> bool:
         """Decide whether the worker missed the window, by its own fault.
 
         Args:
             is_awaited: Whether the window waited for the worker.
+            is_readable: Whether gradients of others in the worker's bucket could be read.
         """
         if self is ExclusionReason.MISSING:
             return is_awaited
-        return not self.is_of_valid_gradient and self is not ExclusionReason.UNAVAILABLE
+        if self is ExclusionReason.UNAVAILABLE:
+            return is_awaited and is_readable
+        return not self.is_of_valid_gradient
 
     @property
     def label(self) -> str:

@@ -67,6 +67,7 @@ class RosterEntry(RecordPart):
         status: Status of the worker.
         valid: Number of consecutive windows with a valid gradient.
         missed: Number of consecutive windows without a valid gradient.
+        absent: Number of consecutive windows without a gradient that did not wait for the worker.
         counts: Whether a valid gradient of this window is merged. Those of workers that warm up are
             merged, too, if fewer established workers than the quorum have a place in the window.
     """
@@ -79,6 +80,7 @@ class RosterEntry(RecordPart):
     status: RosterStatus
     valid: JsonInt = Field(default=0, ge=0)
     missed: JsonInt = Field(default=0, ge=0)
+    absent: JsonInt = Field(default=0, ge=0)
     counts: bool = False
 
     @property

@@ -131,6 +131,8 @@ class Standing(RecordPart):
         evaluations: Number of windows in which the worker was evaluated, since its last copy.
         evaluated: Last of these windows; 0 if there is none.
         missed: Number of the latest windows in a row without a valid gradient of the worker.
+        absent: Number of the latest windows in a row without a gradient of the worker that did not
+            wait for it.
         score: Score of the worker.
         weight: Share of the worker among all with a score above 0.
     """
@@ -141,6 +143,7 @@ class Standing(RecordPart):
     evaluations: JsonInt = 0
     evaluated: JsonInt = 0
     missed: JsonInt = 0
+    absent: JsonInt = 0
     score: float = 0.0
     weight: float = Field(default=0.0, ge=0, le=1)
 
@@ -159,6 +162,7 @@ class WindowEvidence(RecordPart):
         copies: Gradients that are copies, by the names of the workers that sent them later.
         valid: Workers with a valid gradient.
         missing: Workers that missed the window, by their own fault.
+        absent: Workers without a gradient in the window, which did not wait for them.
     """
 
     window: JsonInt
@@ -166,6 +170,7 @@ class WindowEvidence(RecordPart):
     copies: dict[str, CopiedGradient]
     valid: tuple[str, ...]
     missing: tuple[str, ...]
+    absent: tuple[str, ...] = ()
 
 
 class WindowScores(Record):

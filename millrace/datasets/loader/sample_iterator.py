@@ -20,9 +20,9 @@ class SampleIterator(chain[Any]):
     """
 
     _samples: Generator[Any]
-    _failure: "Failure"
+    _failure: "IterationFailure"
 
-    def __new__(cls, samples: Generator[Any], failure: "Failure") -> Self:
+    def __new__(cls, samples: Generator[Any], failure: "IterationFailure") -> Self:
         """Return the iterator of both."""
         iterator = super().__new__(cls, samples, failure)
         iterator._samples, iterator._failure = samples, failure
@@ -34,7 +34,7 @@ class SampleIterator(chain[Any]):
         self._samples.close()
 
 
-class Failure(Iterator[Any]):
+class IterationFailure(Iterator[Any]):
     """Error at each further sample, if the generator did not reach the end of the epoch.
 
     Args:

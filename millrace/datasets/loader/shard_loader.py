@@ -31,7 +31,7 @@ from millrace.datasets.loader.loader_state import (
 )
 from millrace.datasets.loader.mirrored_files import FileLocations, list_specs
 from millrace.datasets.loader.readers.base import LoadedSample
-from millrace.datasets.loader.sample_iterator import Failure, SampleIterator
+from millrace.datasets.loader.sample_iterator import IterationFailure, SampleIterator
 from millrace.datasets.loader.sample_stream import (
     StreamPosition,
     StreamSteps,
@@ -301,7 +301,7 @@ class ShardLoader:
             samples = self._iterate(self._iteration)
         else:
             samples = self._iterate_batches(self._iteration, self._batch_size)
-        return SampleIterator(samples, Failure(self._progress))
+        return SampleIterator(samples, IterationFailure(self._progress))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. The current epoch stays where it is.

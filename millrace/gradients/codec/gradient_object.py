@@ -310,8 +310,14 @@ def read_untrusted_range(store: Store, stat: Stat, begin: int, end: int) -> byte
         raise GradientError(
             ExclusionReason.CHANGED, "It was replaced while it was read."
         ) from error
-    except errors.MillraceError as error:  # the bucket may give any answer
+    except (errors.UnavailableError, errors.DeniedError) as error:
         raise GradientError(ExclusionReason.UNAVAILABLE, explain_failure(error)) from error
+    except errors.MillraceError as error:  # another try would fail, too
+        sentence = (
+            "It cannot be read: it is archived, encrypted, or has metadata that no client reads, "
+            "or its store gives an invalid answer."
+        )
+        raise GradientError(ExclusionReason.FORMAT, sentence) from error
 
 
 def explain_failure(error: errors.MillraceError) -> str:

@@ -251,6 +251,7 @@ def _evaluate_window(
     valid = {uid for uid, reason in reasons.items() if reason is ExclusionReason.QUORUM}
     is_awaited = len(link.taken) < wanted
     missed = {uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=is_awaited)}
+    absent = {uid for uid, reason in reasons.items() if reason.is_missed(is_awaited=True)} - missed
     own = [uid for uid in workers if uid not in copies]
     chosen = choose_workers(standings, own, link.window, options.count, digest_record(link))
     evaluations = dict[str, Evaluation]()
@@ -267,6 +268,7 @@ def _evaluate_window(
         copies=copies,
         valid=tuple(sorted({*link.taken, *copies, *valid})),
         missing=tuple(sorted(missed - {*copies})),
+        absent=tuple(sorted(absent)),
     )
 
 

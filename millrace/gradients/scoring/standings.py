@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from millrace.digest import compute_digest, dump_canonical_json, get_hex
 from millrace.gradients.scoring import formulas
 from millrace.gradients.scoring.ratings import make_first_standing, rate
+from millrace.schemas.gradient import ABSENT_WINDOWS
 from millrace.schemas.scores import ScoreFormula, ScoringRules, Standing, WindowEvidence
 
 
@@ -26,6 +27,11 @@ def update_standings(
     made = dict.fromkeys(sorted({*evidence.valid, *evidence.missing}), first) | dict(standings)
     for uid in evidence.missing:
         made[uid] = made[uid].model_copy(update={"missed": made[uid].missed + 1})
+    absentees = {*evidence.absent}
+    for uid in standings.keys() - evidence.missing:
+        absent = standings[uid].absent + 1 if uid in absentees else 0
+        missed = standings[uid].missed + (absent > 0 and absent % ABSENT_WINDOWS == 0)
+        made[uid] = standings[uid].model_copy(update={"missed": missed, "absent": absent})
     for uid in evidence.valid:
         made[uid] = made[uid].model_copy(update={"missed": 0})
     rated = {uid: one for uid, one in evidence.evaluations.items() if uid not in evidence.copies}

@@ -42,7 +42,7 @@ def aggregate_run(
         Link of each merged window.
 
     Raises:
-        HeldError: Another aggregator holds the run's lease.
+        HeldError: Another aggregator holds the run's lease, or has taken it since.
         NotFoundError: The run has not begun, and the settings have no initial weights.
         ChainError: The chain is broken.
         ConflictError: Another aggregator merged a window differently. Call this function again.
@@ -64,7 +64,8 @@ def aggregate_run(
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
         heartbeat = stack.enter_context(Heartbeat(settings.lease))
-        heartbeat.keep(acquire_run_lease(store, keys, settings.lease))
+        lease = acquire_run_lease(store, keys, settings.lease)
+        heartbeat.keep(lease)
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
         saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
@@ -80,6 +81,7 @@ def aggregate_run(
             weights,
             reserves=reserves,
             gradients_store=opened[""],
+            lease=lease,
             after=applied.window if applied else window,
             until=settings.last_window,
             progress=progress,

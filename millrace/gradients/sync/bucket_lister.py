@@ -2,7 +2,8 @@
 
 A bucket is listed once for all of its workers. Each bucket has a thread, since some buckets may
 stall. Of a worker with thousands of objects, only the gradient is looked for, so that the listing
-ends.
+ends. So it is of all workers, after the first listing of a window, if that had more pages than
+there are workers: a long run has many gradients of earlier windows.
 """
 
 from collections import Counter
@@ -26,6 +27,8 @@ from millrace.threads import DaemonThreadPool
 _MOST_LISTED = 10_000  # objects of one worker
 _MOST_MEASURED = 100_000  # likewise, where the settings say how many bytes a worker should store
 _MOST_NAMED = 1000  # objects of one worker whose names begin as its gradient's
+_PAGE_SIZE = 1000  # objects that one request lists
+_CONCURRENCY = 8  # workers of a bucket whose gradients are looked for at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,15 @@ class BucketListing:
     """Objects of a bucket's workers.
 
     Attributes:
+        asked: Names of the requested workers.
         found: Gradients of the window, by the workers' names.
-        objects: Number of objects below each worker's prefix; empty if the listing failed.
-        size: Bytes of these objects; empty if the listing failed.
+        objects: Number of objects below each worker's prefix; empty if the listing failed, or was
+            only of gradients.
+        size: Bytes of these objects; likewise empty.
         failed: Reason for each requested worker, if the listing failed.
     """
 
+    asked: frozenset[str] = frozenset()
     found: dict[str, Stat] = field(default_factory=dict[str, Stat])
     objects: Counter[str] = field(default_factory=Counter[str])
     size: Counter[str] = field(default_factory=Counter[str])
@@ -67,6 +73,7 @@ class BucketLister:
         self._most_listed = max(least, (settings.max_objects or 0) + 1)  # the quota needs these
         self._pool = DaemonThreadPool(max(1, len(self._group_by_bucket(stores))), "listing")
         self._pending: dict[int, Future[BucketListing]] = {}
+        self._pages: dict[int, int] = {}  # of the last listing of each whole bucket
 
     @property
     def pending(self) -> Collection[Future[Any]]:
@@ -109,29 +116,14 @@ class BucketLister:
 
         A listing that fails has a reason for each worker, as the next listing may succeed.
         """
-        keys, is_shared = self._gather_window.keys, len(uids) > 1
-        prefix = f"{keys.run}/" if is_shared else keys.make_worker_prefix(uids[0])
         bucket = self._stores[uids[0]]
-        counted = {uid for uid, store in self._stores.items() if store is bucket}
-        asked, listing, most = set(uids), BucketListing(), self._most_listed
+        listing = BucketListing(frozenset(uids))
         store = self._limit.limit_retries(bucket)
         try:
-            for stat in (
-                list_fairly(store, prefix, depth=1, limit=most)
-                if is_shared
-                else islice(list_objects(store, prefix), most)
-            ):
-                owner = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
-                if owner in counted:
-                    listing.objects[owner] += 1
-                    listing.size[owner] += stat.size
-                self._note_gradient(listing, asked, stat)
-            for uid in sorted(asked):
-                if listing.objects[uid] >= most:  # its other objects are not known
-                    folder, window = keys.make_worker_prefix(uid), self._gather_window.number
-                    name = f"{folder}gradient-{window:09d}-"
-                    for stat in islice(list_objects(store, name), _MOST_NAMED):
-                        self._note_gradient(listing, asked, stat)
+            if self._pages.get(id(bucket), 0) <= len(uids):
+                self._list_whole(bucket, store, uids, listing)
+            else:
+                self._list_gradients(store, uids, listing)
         except Exception as error:  # noqa: BLE001 - a listing that causes an error harms only its workers
             sentence = (
                 explain_failure(error)
@@ -144,6 +136,52 @@ class BucketLister:
             listing.size.clear()
         return listing
 
+    def _list_whole(
+        self, bucket: Store, store: Store, uids: Sequence[str], listing: BucketListing
+    ) -> None:
+        """List all objects of workers, and measure how much these and others of the bucket store.
+
+        Args:
+            bucket: Bucket of the workers.
+            store: Bucket with the limit of its retries.
+            uids: Names of the workers.
+            listing: Receives what is found.
+        """
+        keys, is_shared = self._gather_window.keys, len(uids) > 1
+        prefix = f"{keys.run}/" if is_shared else keys.make_worker_prefix(uids[0])
+        counted = {uid for uid, store in self._stores.items() if store is bucket}
+        most, number = self._most_listed, 0
+        for stat in (
+            list_fairly(store, prefix, depth=1, limit=most)
+            if is_shared
+            else islice(list_objects(store, prefix), most)
+        ):
+            number += 1
+            owner = stat.key.removeprefix(f"{keys.run}/").partition("/")[0]
+            if owner in counted:
+                listing.objects[owner] += 1
+                listing.size[owner] += stat.size
+            self._note_gradient(listing, stat)
+        self._pages[id(bucket)] = number // _PAGE_SIZE + 1
+        unknown = [uid for uid in uids if listing.objects[uid] >= most]
+        self._list_gradients(store, unknown, listing)
+
+    def _list_gradients(self, store: Store, uids: Sequence[str], listing: BucketListing) -> None:
+        """List the gradients of workers in the window, each with a request of its own."""
+        keys, window = self._gather_window.keys, self._gather_window.number
+
+        def find(uid: str) -> list[Stat]:
+            name = f"{keys.make_worker_prefix(uid)}gradient-{window:09d}-"
+            return list(islice(list_objects(store, name), _MOST_NAMED))
+
+        pool = DaemonThreadPool(_CONCURRENCY, "listing of gradients")
+        try:
+            for found in [pool.submit(find, uid) for uid in uids]:
+                for stat in found.result():
+                    self._note_gradient(listing, stat)
+        finally:
+            pool.shutdown()
+
     def _group_by_bucket(self, uids: Iterable[str]) -> list[list[str]]:
         """Group workers by bucket, so that a shared bucket is listed once."""
         groups: dict[int, list[str]] = {}
@@ -151,13 +189,13 @@ class BucketLister:
             groups.setdefault(id(self._stores[uid]), []).append(uid)
         return list(groups.values())
 
-    def _note_gradient(self, listing: BucketListing, asked: Container[str], stat: Stat) -> None:
+    def _note_gradient(self, listing: BucketListing, stat: Stat) -> None:
         """Note an object if it is the gradient of this window of a worker that is asked."""
         found = listing.found
         uid, window = self._gather_window.keys.parse(stat.key) or ("", -1)
         if (
             window == self._gather_window.number
-            and uid in asked
+            and uid in listing.asked
             and (uid not in found or is_torch_file(found[uid].key))  # of two, the other counts
         ):
             found[uid] = stat

@@ -118,8 +118,7 @@ class _Gathering:
         self._results = GatherResults(tuple(self._stores), progress)
         self._is_over = False
         self._clock = StoreClock.read_machine_clock()
-        self._first_seen: dict[tuple[str, str | None], datetime] = {}  # by worker and ETag
-        self._seen: dict[str, datetime] = {}  # time at which what is read of a worker was seen
+        self._begun: dict[str, datetime] = {}  # time at which the last read of a worker began
 
     def run(self, clock: StoreClock) -> GatherOutcome:
         """List and read until enough gradients are valid, or the window has ended."""
@@ -198,21 +197,21 @@ class _Gathering:
         valid = set(self._results.select_valid())
         for listing in self._lister.take_finished():
             self._quota.check(listing, self._stores)
-            self._results.note_failed_listing(listing.failed)
+            self._results.note_listing(listing.asked, listing.failed)
             for uid, stat in listing.found.items():
                 if self._reader.is_reading(uid) or uid in valid:
                     continue
                 if self._results.should_read(uid, stat):
-                    version = uid, stat.etag
-                    self._seen[uid] = self._first_seen.setdefault(version, self._clock.now())
+                    self._begun[uid] = self._clock.now()
                     self._reader.begin(uid, self._stores[uid], stat)
 
     def _collect_results(self, *, is_last: bool = False) -> None:
         for uid, result in self._reader.take_finished().items():
             written = result.written
             if written is not None and self._stores[uid].is_foreign:
-                # Its endpoint may state any time, such as one before that of a copied gradient.
-                written = max(written, self._seen[uid])
+                # Its endpoint may state any time, such as one before that of a copied gradient, and
+                # any ETag, such as that of an earlier object.
+                written = max(written, self._begun[uid])
             self._results.note(uid, replace(result, written=written), is_last=is_last)
 
     def _make_result(self, seconds: float) -> GatherOutcome:

@@ -82,7 +82,8 @@ class GatherResults:
         self._results: dict[str, ReadResult] = {}
         self._read_counts = Counter[str]()  # number of read objects of each worker
         self._seen: dict[str, Stat] = {}  # last object of each worker
-        self._transient: dict[str, ExcludedWorker] = {}  # reasons that another attempt may remove
+        self._unlisted: dict[str, ExcludedWorker] = {}  # reasons of the last listing, if it failed
+        self._transient: dict[str, ExcludedWorker] = {}  # reasons that another read may remove
 
     def has_all(self, uids: Iterable[str]) -> bool:
         """Decide whether each of some workers has a result."""
@@ -99,9 +100,11 @@ class GatherResults:
         assert result.written is not None
         return result.gradient, result.written
 
-    def note_failed_listing(self, failed: Mapping[str, ExcludedWorker]) -> None:
-        """Note the reason why workers could not be listed, until a listing succeeds."""
-        self._transient.update(failed)
+    def note_listing(self, asked: Iterable[str], failed: Mapping[str, ExcludedWorker]) -> None:
+        """Note why the requested workers could not be listed, until a listing succeeds."""
+        for uid in asked:
+            self._unlisted.pop(uid, None)
+        self._unlisted.update(failed)
 
     def should_read(self, uid: str, stat: Stat) -> bool:
         """Note a listed gradient of a worker, and decide whether it is read.
@@ -180,6 +183,8 @@ class GatherResults:
                 reason=ExclusionReason.DUPLICATE,
                 sentence="Another worker had sent the same gradient before.",
             )
+        if uid in self._unlisted:
+            return self._unlisted[uid]
         if uid in self._transient:
             return self._transient[uid]
         if is_pending:

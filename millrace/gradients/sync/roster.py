@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from millrace.gradients.settings import RegistrationSettings
 from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.gradient import ABSENT_WINDOWS
 from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
 
 MAX_GONE = 1000
@@ -39,8 +40,10 @@ def update_roster(
         wanted: Number of merged gradients with which a window ends before its deadline, if it is
             not that of all workers that count.
     """
+    is_readable = any(_has_valid_gradient(uid, link) for uid in before)
     roster = {
-        uid: _note_window(entry, uid, link, settings, wanted) for uid, entry in before.items()
+        uid: _note_window(entry, uid, link, settings, wanted, is_readable=is_readable)
+        for uid, entry in before.items()
     }
     for uid, registration in sorted(registrations.items()):
         if not _is_admitted(uid, registration.key, settings):
@@ -73,28 +76,42 @@ def _note_window(
     link: ChainStart | ChainLink,
     settings: RegistrationSettings,
     wanted: int | None,
+    *,
+    is_readable: bool,
 ) -> RosterEntry:
     """Return the entry of a worker after a window.
 
-    A gradient that was not needed changes nothing. Nor does one that the window did not wait for,
-    or that the aggregator could not read.
+    A gradient that was not needed is not missed, nor one that the aggregator could not read, unless
+    it read those of other registered workers. One that the window did not wait for counts as the
+    tenth part of a missed one.
     """
     if not entry.is_active or not isinstance(link, ChainLink):
         return entry
-    if uid in link.taken or (
-        uid in link.excluded and link.excluded[uid].reason.is_of_valid_gradient
-    ):
+    if _has_valid_gradient(uid, link):
         valid = entry.valid + 1
         status = RosterStatus.ESTABLISHED if valid >= settings.warm_up else entry.status
-        return entry.model_copy(update={"valid": valid, "missed": 0, "status": status})
+        return entry.model_copy(update={"valid": valid, "missed": 0, "absent": 0, "status": status})
     if uid not in link.excluded:
+        return entry.model_copy(update={"absent": 0})
+    reason = link.excluded[uid].reason
+    if not reason.is_missed(is_awaited=True, is_readable=is_readable):
         return entry
     is_awaited = not entry.counts or wanted is None or len(link.taken) < wanted
-    if not link.excluded[uid].reason.is_missed(is_awaited=is_awaited):
-        return entry
+    if not reason.is_missed(is_awaited=is_awaited, is_readable=is_readable):
+        entry = entry.model_copy(update={"absent": entry.absent + 1})
+        if entry.absent % ABSENT_WINDOWS:
+            return entry
     missed = entry.missed + 1
     status = RosterStatus.REMOVED if missed >= settings.missed else entry.status
     return entry.model_copy(update={"valid": 0, "missed": missed, "status": status})
+
+
+def _has_valid_gradient(uid: str, link: ChainStart | ChainLink) -> bool:
+    """Decide whether a worker's gradient passed all checks in a window."""
+    if not isinstance(link, ChainLink):
+        return False
+    excluded = link.excluded.get(uid)
+    return uid in link.taken or (excluded is not None and excluded.reason.is_of_valid_gradient)
 
 
 def _register(

@@ -6,7 +6,9 @@ time. The time begins with that record, by the store's clock. Workers read only 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from millrace import errors
 from millrace.gradients.backends.local import make_single_shard
 from millrace.gradients.backends.sharded_weights import ShardedWeights
 from millrace.gradients.codec.gradient_object import Shapes
@@ -19,7 +21,7 @@ from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
 from millrace.gradients.sync.registrations import Registrar
 from millrace.gradients.sync.window_merge import merge_gathered
-from millrace.lease import Holder, StoreClock
+from millrace.lease import Holder, Lease, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
@@ -35,6 +37,7 @@ def merge_windows(
     *,
     reserves: Sequence[Sender] = (),
     gradients_store: Store | None = None,
+    lease: Lease | None = None,
     after: int = 0,
     until: int | None = None,
     threads: int = 1,
@@ -55,6 +58,7 @@ def merge_windows(
         reserves: Workers that replace missing ones.
         gradients_store: Bucket of the workers that register, which has their registrations; by
             default that of the aggregator.
+        lease: Lease of the run, which another aggregator may have taken since.
         after: Number of the window of ``weights``.
         until: Number of the last window; by default there is no end.
         threads: Number of threads, if the weights are in this process.
@@ -67,6 +71,7 @@ def merge_windows(
     Raises:
         ConfigurationError: A worker is named twice, or the settings need more gradients than there
             are workers, and no others register. No window is opened.
+        HeldError: Another aggregator has the lease. No window is opened, and no link committed.
         ConflictError: Another aggregator merged a window differently: catch up from the chain.
         ChainError: The chain is broken.
         WorkerError: A node with some of the weights is lost.
@@ -87,6 +92,7 @@ def merge_windows(
     while until is None or window < until:
         window += 1
         roster = registrar.await_roster(window, before)
+        _refuse_if_superseded(lease, settings)
         opening, gather_window = _open(
             store, settings, weights.shapes, window, before.step, roster, clock
         )
@@ -110,12 +116,30 @@ def merge_windows(
             )
         except QuorumError as error:
             gathered = error.gathered  # the window has ended, with a link that changes no weights
+        _refuse_if_superseded(lease, settings)
         quorum = opening.gather.quorum
         before = merge_gathered(
             store, settings, gather_window, gathered, before, weights, quorum=quorum,
             progress=progress,
         )  # fmt: skip
         yield before
+
+
+def _refuse_if_superseded(lease: Lease | None, settings: RunSettings) -> None:
+    """Refuse to continue after another aggregator has taken the run's lease. One listing.
+
+    This happens if this process was suspended, or could not renew its lease. While the store does
+    not answer, nothing is refused.
+
+    Raises:
+        HeldError: Another aggregator has the lease.
+    """
+    with suppress(errors.UnavailableError):
+        if lease is not None and lease.is_superseded():
+            raise errors.HeldError(
+                f"Another process has taken over the aggregation of {settings.name}, since this "
+                "one did not renew its lease: let that one continue."
+            )
 
 
 def catch_up_weights(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,13 +45,16 @@ from millrace.gradients import (
     iterate_links,
     load_newest_state,
 )
+from millrace.gradients.merging.links import find_newest_window
+from millrace.gradients.sync import windows
+from millrace.gradients.sync.gather_results import GatherOutcome
 from millrace.gradients.weights import save_weights
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.leases import LeaseKeys
-from millrace.lease import Holder, Lease, StoreClock, acquire
+from millrace.lease import Holder, Lease, LeaseTerm, StoreClock, acquire
 from millrace.progress import Event
-from millrace.records import RecordPart
-from millrace.storage import Store, open_store, put, read
+from millrace.records import RecordPart, commit_once
+from millrace.storage import Store, exists, open_store, put, read
 
 UIDS = ("a", "b", "c")
 
@@ -214,6 +218,40 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
     lease.release()
     (link,) = aggregate_run(ended.model_copy(update={"run": brief}))
     assert link.window == 1
+
+
+def take_lease(store: Store, settings: AggregatorSettings) -> None:
+    """Begin the next term, as another process does after the lease has ended."""
+    term = LeaseTerm(holder=Holder.describe_this_process(), ttl=settings.lease)
+    commit_once(store, LeaseKeys(settings.run.chain_keys.job, "aggregator").make_term_key(1), term)
+
+
+def test_one_whose_lease_another_has_taken_commits_and_opens_nothing(store, begun):
+    keys = begun.run.chain_keys
+    brief = begun.run.model_copy(update={"window_length": timedelta(milliseconds=10)})
+    merging = aggregate_run(begun.model_copy(update={"run": brief}))
+    assert next(merging).window == 1
+    take_lease(store, begun)
+    with pytest.raises(errors.HeldError, match="let that one continue"):
+        next(merging)
+    assert not exists(store, keys.make_opening_key(2))
+
+
+def test_one_whose_lease_another_takes_while_a_window_is_open_commits_no_link(
+    store, begun, monkeypatch
+):
+    gather = windows.gather
+
+    def take_over(*arguments: Any, **options: Any) -> GatherOutcome:
+        take_lease(store, begun)
+        return gather(*arguments, **options)
+
+    monkeypatch.setattr(windows, "gather", take_over)
+    brief = begun.run.model_copy(update={"window_length": timedelta(milliseconds=10)})
+    with pytest.raises(errors.HeldError, match="let that one continue"):
+        next(aggregate_run(begun.model_copy(update={"run": brief})))
+    assert exists(store, begun.run.chain_keys.make_opening_key(1))
+    assert find_newest_window(store, begun.run.chain_keys) == 0
 
 
 def test_a_checkpoint_that_is_damaged_or_not_the_chains_is_passed_over(store, begun):

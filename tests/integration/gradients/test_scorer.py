@@ -171,6 +171,8 @@ def test_only_a_worker_that_fails_by_its_own_fault_misses_a_window(
         commit_once(store, run.keys.make_opening_key(run.window), opening)
     *_, last = score_run(store, run.keys, run.compute_loss)
     assert last.standings["w0"].missed == (0 if counts else 3)
+    was_unawaited = counts and reason is ExclusionReason.MISSING
+    assert last.standings["w0"].absent == (3 if was_unawaited else 0)
     assert last.standings["w1"].missed == 0
 
 

@@ -1,10 +1,14 @@
 """Retries of tasks."""
 
+from pathlib import Path
+
 import pytest
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from millrace import errors
+from millrace import errors, gradients
+from millrace.storage import StoreSpec
+from tasks.merging import AggregationResult, run_aggregator
 from tasks.retries import should_retry
 from tests.prefect_server import PrefectServer
 
@@ -49,6 +53,32 @@ def test_only_what_may_pass_is_tried_again(
     with pytest.raises(error, match="as it is"):
         run()
     assert len(seen) == tries
+
+
+def test_an_aggregator_is_tried_again_after_another_has_merged_its_window(
+    prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries: list[None] = []
+
+    def conflict_once(*_arguments: object, **_options: object) -> list[gradients.ChainLink]:
+        tries.append(None)
+        if len(tries) == 1:
+            raise errors.ConflictError("Another aggregator merged window 1 differently.")
+        return []
+
+    monkeypatch.setattr(gradients, "aggregate_run", conflict_once)
+    aggregate = run_aggregator.with_options(retry_delay_seconds=0)
+    settings = gradients.AggregatorSettings(
+        run=gradients.RunSettings(run="runs/one"), store=StoreSpec(url=tmp_path.as_uri()),
+        workers=("a",),
+    )  # fmt: skip
+
+    @flow(name="aggregates")
+    def run() -> AggregationResult:
+        return aggregate(settings, 0)
+
+    assert run().windows == 0
+    assert len(tries) == 2
 
 
 def test_every_error_of_the_engine_is_one_or_the_other() -> None:

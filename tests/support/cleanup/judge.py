@@ -394,6 +394,9 @@ class Judge:
     def _is_protected(self, key: str, parsed: ParsedKey) -> bool:
         """Decide whether a pin, a lease, a machine or the chain of updates protects an object."""
         scope = f"{parsed.scope}/gathers/{parsed.version}" if parsed.version else parsed.scope
+        is_of_window = parsed.kind in {"gradients", "start windows"}
+        if is_of_window and parsed.number <= self._find_newest_link(scope):
+            scope = parsed.scope  # the aggregator has merged the window
         if self._is_pinned(key) or self._is_leased(scope) or self._is_of_open_machine(key):
             return True
         if parsed.kind == "junk" and self._is_aggregated(parsed.scope):
@@ -410,6 +413,12 @@ class Judge:
             return True
         step, window = head
         return parsed.number > step if parsed.kind == "update" else parsed.number >= window
+
+    def _find_newest_link(self, job: str) -> int:
+        """Return the number of the newest link of a chain; -1 if there is none."""
+        pattern = re.compile(re.escape(job) + r"/chain/(\d{9,})\.json")
+        found = (pattern.fullmatch(listed.key) for listed in self.all_objects)
+        return max((int(match[1]) for match in found if match), default=-1)
 
     def _is_of_open_machine(self, key: str) -> bool:
         """Decide whether an object is in the folder of a machine that is not released."""

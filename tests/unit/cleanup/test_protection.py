@@ -82,6 +82,33 @@ def test_the_scores_that_the_next_ones_follow_from_stay(tmp_path):
     assert [exists(bucket.store, key) for key in scores] == [False, False, True]
 
 
+@pytest.mark.parametrize("is_related", [False, True])
+def test_a_live_aggregator_needs_no_gradient_of_a_window_that_it_has_merged(tmp_path, is_related):
+    bucket = BucketBuilder(open_store((tmp_path / "bucket").as_uri()))
+    chain = BucketBuilder(open_store((tmp_path / "chain").as_uri())) if is_related else bucket
+    chain.put_chain("exp/run", "1", 5, {4: 100}, hours=100)
+    chain.put_lease(ChainKeys("exp/run", "1").job, "aggregator")
+    merged = [bucket.put_gradient("exp/run", "w1", window, "1", hours=100) for window in (3, 5)]
+    merged.append(bucket.put_start_window("exp/run", "w1", 5, "1", hours=100))
+    opened = bucket.put_gradient("exp/run", "w1", 6, "1", hours=100)
+    other = bucket.put_gradient("exp/run", "w1", 3, "2", hours=100)  # of no chain, and no lease
+    kinds = (CleanupKind.GRADIENTS, CleanupKind.START_WINDOWS, CleanupKind.GATHERS)
+    settings = CleanupSettings(
+        store=bucket.store.spec,
+        related_stores=(chain.store.spec,) if is_related else (),
+        rules=(Rule(kinds=kinds, older_than=timedelta(days=2)),),
+    )
+    bucket.put_lease("exp", "lead")  # of a campaign
+    plan = make_plan(settings)
+    assert plan.objects == 0
+    bucket.put_lease("exp", "lead", ended=True)
+    done = execute(settings, make_plan(settings).name)
+    assert done.deleted_objects == 4
+    assert not any(exists(bucket.store, key) for key in [*merged, other])
+    assert exists(bucket.store, opened)
+    assert exists(chain.store, ChainKeys("exp/run", "1").make_link_key(1))
+
+
 def test_any_number_of_folders_costs_a_cleaning_memory_for_some(bucket, monkeypatch):
     monkeypatch.setattr("millrace.cleanup.protection._MAX_SCOPES", 8)
     clock = StoreClock.read_machine_clock()

@@ -33,7 +33,7 @@ from millrace.gradients.sync import bucket_lister
 from millrace.keys.gradients import GradientKeys
 from millrace.lease import StoreClock
 from millrace.progress import Event
-from millrace.storage import Stat, Store, list_fairly, open_store, put
+from millrace.storage import Stat, Store, head, list_fairly, list_objects, open_store, put
 from tests.unit.gradients.test_gradient_object import CODEC, SHAPES, as_torch, bodies, made
 
 KEYS = GradientKeys("runs/one", "1")
@@ -203,6 +203,44 @@ def test_a_copy_whose_endpoint_states_an_earlier_time_is_out(store, tmp_path):
     send(own, "1", made(uid="1", bodies=bodies(seed=0)))
     age(own, "1", NOW - timedelta(minutes=5))
     found = gather(now_over(), [*workers(store, 0), *workers(own, 1)], QUICK)
+    assert set(found.taken) == {"0"}
+    assert found.excluded["1"].reason is ExclusionReason.DUPLICATE
+
+
+def test_a_copy_whose_endpoint_states_the_etag_of_an_earlier_object_is_out(
+    store, tmp_path, monkeypatch
+):
+    own = open_store((tmp_path / "own").as_uri(), is_foreign=True)
+    send(own, "1", b"junk")
+    taken: list[str] = []
+
+    def copy_later(event: Event) -> None:
+        if isinstance(event, GradientRefused):
+            send(store, "0")
+            send(own, "1", made(uid="1", bodies=bodies(seed=0)))
+            age(own, "1", NOW - timedelta(minutes=5))
+        else:
+            taken.append(str(event))
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            return OPEN.closes + timedelta(seconds=1) if len(taken) == 2 else datetime.now(UTC)
+
+    def list_with_one_etag(*args: Any, **options: Any) -> Iterator[Stat]:
+        return (replace(stat, etag="x") for stat in list_objects(*args, **options))
+
+    def reading(uid: str, store: Store, stat: Stat, expected: ExpectedGradient) -> CheckedGradient:
+        return read_gradient(store, head(store, stat.key), expected)
+
+    monkeypatch.setattr(bucket_lister, "list_objects", list_with_one_etag)
+    found = gather(
+        OPEN,
+        [*workers(store, 0), *workers(own, 1)],
+        QUICK,
+        read_gradient=reading,
+        clock=Clock(NOW, 0.0),
+        progress=copy_later,
+    )
     assert set(found.taken) == {"0"}
     assert found.excluded["1"].reason is ExclusionReason.DUPLICATE
 
@@ -382,6 +420,28 @@ def test_a_gradient_that_is_overwritten_again_and_again_is_read_three_times(stor
     assert set(found.taken) == {"0"}
     assert found.excluded["1"].reason is ExclusionReason.OVERWRITTEN
     assert "was overwritten after it was read 3 times" in found.excluded["1"].sentence
+
+
+def test_a_worker_that_was_not_there_in_the_last_listing_is_missing_whatever_failed_before(
+    store, monkeypatch
+):
+    failed: list[str] = []
+
+    def fail_once(store: Store, prefix: str, **options: Any) -> Iterator[Stat]:
+        if not failed:
+            failed.append(prefix)
+            raise UnavailableError("503")
+        return list_fairly(store, prefix, **options)
+
+    class Clock(StoreClock):
+        def now(self) -> datetime:
+            return OPEN.closes + timedelta(seconds=1 if failed else -1)
+
+    send(store, "0")
+    monkeypatch.setattr(bucket_lister, "list_fairly", fail_once)
+    found = gather(OPEN, workers(store, 0, 1), QUICK, clock=Clock(NOW, 0.0))
+    assert set(found.taken) == {"0"}
+    assert found.excluded["1"].reason is ExclusionReason.MISSING
 
 
 def test_requests_that_fail_do_not_count_as_reads(store):

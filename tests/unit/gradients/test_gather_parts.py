@@ -1,7 +1,9 @@
 """The parts of a gathering, each alone: the lister, the quota, the reader, and the results."""
 
+import secrets
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,7 +30,7 @@ from millrace.gradients.sync.gradient_reader import (
     read_in_process,
 )
 from millrace.progress import Event, ignore_event
-from millrace.storage import Stat, Store, head, open_store, put
+from millrace.storage import Stat, Store, head, list_objects, open_store, put
 from tests.unit.gradients.test_gather import KEYS, NOW, OPEN, body_of, send
 from tests.unit.gradients.test_gradient_object import as_torch
 
@@ -118,6 +120,32 @@ def test_of_a_worker_with_many_objects_in_its_own_bucket_the_gradient_is_looked_
     listing = lister_of({"0": store}).list_bucket(["0"])
     assert set(listing.found) == {"0"}
     assert listing.objects["0"] == 3
+
+
+def test_after_a_long_listing_only_the_gradients_of_the_window_are_looked_for(monkeypatch):
+    """A run of weeks has many gradients of earlier windows, and each poll has a page for each."""
+    monkeypatch.setattr(bucket_lister, "_PAGE_SIZE", 10)
+    store = open_store(f"memory://{secrets.token_hex(8)}")
+    for uid in "012":
+        for window in range(100, 150):
+            put(store, KEYS.make_gradient_key(uid, window), b"old")
+    listed: list[str] = []
+
+    def record(store: Store, prefix: str) -> Iterator[Stat]:
+        listed.append(prefix)
+        return list_objects(store, prefix)
+
+    lister = lister_of(dict.fromkeys("012", store))
+    assert lister.list_bucket(["0", "1", "2"]).objects == dict.fromkeys("012", 50)
+    monkeypatch.setattr(bucket_lister, "list_fairly", None)
+    monkeypatch.setattr(bucket_lister, "list_objects", record)
+    send(store, "0")
+    send(store, "2")
+    listing = lister.list_bucket(["0", "1", "2"])
+    assert set(listing.found) == {"0", "2"}
+    assert sorted(listed) == [f"{KEYS.make_worker_prefix(uid)}gradient-000000003-" for uid in "012"]
+    assert (listing.objects, listing.failed) == ({}, {})
+    assert set(lister.list_bucket(["0"]).found) == {"0"}
 
 
 def test_a_listing_that_fails_has_a_reason_for_each_worker(store, monkeypatch):
@@ -321,8 +349,18 @@ def test_a_worker_without_a_result_is_missing_or_its_bucket_does_not_answer():
     denied = ExcludedWorker(
         reason=ExclusionReason.UNAVAILABLE, sentence="Its bucket refuses to be read."
     )
-    results.note_failed_listing({"a": denied})
+    results.note_listing("a", {"a": denied})
     assert results.explain_exclusion("a", is_pending=False) is denied
     assert results.explain_exclusion("a", is_pending=True) is denied  # it is listed once more
-    assert results.should_read("a", stat_of("a"))  # the next listing succeeded
+    results.note_listing("b", {})  # another bucket
+    assert results.explain_exclusion("a", is_pending=False) is denied
+    results.note_listing("a", {})
     assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.MISSING
+
+
+def test_a_listing_that_succeeds_does_not_remove_the_reason_of_a_read():
+    results = GatherResults("a", ignore_event)
+    assert results.should_read("a", stat_of("a"))
+    results.note("a", refused_result(ExclusionReason.CHANGED), is_last=False)
+    results.note_listing("a", {})
+    assert results.explain_exclusion("a", is_pending=False).reason is ExclusionReason.CHANGED

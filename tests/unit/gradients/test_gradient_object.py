@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from millrace.errors import CorruptError, DeniedError, MillraceError, UnavailableError
 from millrace.gradients import (
     CheckedGradient,
     Codec,
@@ -33,6 +34,7 @@ from millrace.gradients import (
     encode_gradient,
     read_gradient,
 )
+from millrace.gradients.codec import gradient_object
 from millrace.gradients.codec.gradient_object import compute_fingerprint
 from millrace.gradients.codec.tensors import compute_largest_size
 from millrace.keys.gradients import GradientKeys
@@ -209,6 +211,29 @@ def test_what_was_replaced_since_it_was_listed_is_refused(store):
     with pytest.raises(GradientError) as caught:
         read_gradient(store, stat, EXPECTED)
     assert caught.value.reason is ExclusionReason.CHANGED
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CorruptError("It is archived."), ExclusionReason.FORMAT),
+        (MillraceError("Its metadata is not ASCII."), ExclusionReason.FORMAT),
+        (DeniedError("The credentials are refused."), ExclusionReason.UNAVAILABLE),
+        (UnavailableError("There is no answer."), ExclusionReason.UNAVAILABLE),
+    ],
+)
+def test_an_object_that_nobody_can_read_is_the_fault_of_its_worker(
+    store, monkeypatch, error, reason
+):
+    def fail(*_arguments: object, **_options: object) -> bytes:
+        raise error
+
+    stat = stored(store, made())
+    monkeypatch.setattr(gradient_object, "read_range", fail)
+    with pytest.raises(GradientError) as caught:
+        read_gradient(store, stat, EXPECTED)
+    assert caught.value.reason is reason
+    assert str(error) not in str(caught.value)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])

@@ -103,6 +103,17 @@ def test_what_the_aggregator_could_not_read_is_not_missed():
     assert go_on(before, link(3, a=ExclusionReason.UNAVAILABLE)) == before
 
 
+def test_what_alone_could_not_be_read_is_missed():
+    gone = go_on({}, START, registered("a") | registered("b"), quorum=2)
+    for window in (1, 2, 3):
+        last = link(window, "a", b=ExclusionReason.UNAVAILABLE)
+        unawaited = go_on(gone, last, quorum=2, wanted=1)
+        assert unawaited["b"].missed == gone["b"].missed
+        gone = go_on(gone, last, quorum=2)
+    assert gone["b"].status is RosterStatus.REMOVED
+    assert gone["a"].is_active
+
+
 def test_a_gradient_that_a_complete_window_did_not_wait_for_is_not_missed():
     both = go_on({}, START, registered("a") | registered("b"), quorum=2)
     both = go_on(go_on(both, link(1, "ab"), quorum=2), link(2, "ab"), quorum=2)
@@ -112,6 +123,21 @@ def test_a_gradient_that_a_complete_window_did_not_wait_for_is_not_missed():
     assert go_on(both, late)["b"].missed == 1
     warm = go_on(go_on(make_member("a"), link(3, "a"), registered("b")), late, wanted=1)
     assert warm["b"].missed == 1  # half of a window is waited for workers that warm up
+
+
+def test_a_worker_that_complete_windows_do_not_wait_for_is_removed_in_the_end():
+    roster = go_on({}, START, registered("a") | registered("b"), quorum=2)
+    roster = go_on(go_on(roster, link(1, "ab"), quorum=2), link(2, "ab"), quorum=2)
+    missing = {"b": ExclusionReason.MISSING}
+    for window in range(3, 32):
+        roster = go_on(roster, link(window, "a", **missing), quorum=1, wanted=1)
+    assert (roster["b"].absent, roster["b"].missed, roster["b"].counts) == (29, 2, True)
+    sent = go_on(roster, link(32, "b", a=ExclusionReason.MISSING), wanted=1)
+    assert (sent["b"].absent, sent["b"].missed) == (0, 0)
+    unneeded = go_on(roster, link(32, "a"), wanted=1)
+    assert (unneeded["b"].absent, unneeded["b"].missed) == (0, 2)
+    gone = go_on(roster, link(32, "a", **missing), wanted=1)
+    assert gone["b"].status is RosterStatus.REMOVED
 
 
 def test_an_admitted_name_goes_to_another_key_with_the_settings():

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from millrace.gradients.scoring.formulas import MISS_FACTORS
 from millrace.gradients.scoring.ratings import make_first_standing
 from millrace.gradients.scoring.standings import choose_workers, update_standings
 from millrace.schemas.scores import (
@@ -128,6 +129,24 @@ def test_missed_windows_lower_the_score_until_a_gradient_comes():
         assert standings["w0"].score == pytest.approx(factor * whole)
     back = make_evidence(35, evaluations).model_copy(update={"valid": tuple(WORKERS)})
     assert update_standings(standings, back, RULES)["w0"].score == pytest.approx(whole)
+
+
+def test_ten_windows_that_did_not_wait_for_a_worker_count_as_a_missed_one():
+    standings = play(make_recorded_run())
+    whole = standings["w0"].score
+    evaluations = {uid: evaluate(0.98, 0.97) for uid in WORKERS[1:]}
+    for window in range(31, 61):
+        evidence = make_evidence(window, evaluations).model_copy(update={"absent": ("w0",)})
+        standings = update_standings(standings, evidence, RULES)
+        factor = MISS_FACTORS[(window - 30) // 10]
+        assert standings["w0"].score == pytest.approx(factor * whole)
+    sent = make_evidence(61, evaluations).model_copy(update={"valid": tuple(WORKERS)})
+    unneeded = make_evidence(61, evaluations)
+    for evidence, missed in ((sent, 0), (unneeded, 3)):
+        after = update_standings(standings, evidence, RULES)["w0"]
+        assert (after.missed, after.absent) == (missed, 0)
+    new = unneeded.model_copy(update={"absent": ("new",)})
+    assert set(update_standings(standings, new, RULES)) == set(WORKERS)
 
 
 def test_a_loss_that_is_not_finite_is_the_last_in_its_window():
