@@ -145,7 +145,7 @@ class FileFinisher:
             for _, state, _ in ready
             for _, path in self._targets.iterate_paths(state.target)
         }:
-            sync(folder)
+            sync(folder.resolve())  # a link within the root
         with self._arrivals.changed:
             kept = [number for number, state, drops in ready if state.drops == drops]
             if kept:

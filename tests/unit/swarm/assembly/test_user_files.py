@@ -146,6 +146,14 @@ def test_no_file_is_renamed_if_a_folder_leads_out_of_the_root(tmp_path, where):
     assert [each.name for each in outside.rglob("*")] == (["m"] if where == "file" else [])
 
 
+def test_a_folder_may_be_a_link_to_another_one_below_the_root(tmp_path):
+    (tmp_path / "disk/models").mkdir(parents=True)
+    (tmp_path / "model").symlink_to("disk/models")
+    run = prewarm(tmp_path, make_file())
+    assert (run.faults, run.finished) == ([], [0])
+    assert (tmp_path / "disk/models/m").read_bytes() == OLD
+
+
 class OldFileSystem:
     """System calls of a file system that cannot refuse to replace a file."""
 
