@@ -107,7 +107,7 @@ def test_a_run_that_fails_gives_the_machines_back_and_says_why(
     prefect_api: PrefectServer, vast: VastServer, payer: Any, tmp_path: Path
 ) -> None:
     parameters = make_parameters(tmp_path, payer, "https://example.org/x")
-    poor = {**parameters["machines"], "request": {"max_hourly": 2.0, "max_total": 0.005}}
+    poor = {**parameters["machines"], "request": {"max_hourly": 2.0, "max_total": 0.03}}
     spent = prefect_api.call(shard_dataset, **parameters | {"machines": poor})
     assert spent.code == 1
     assert "Raise max_total or max_lifetime, and start again." in read_message(
