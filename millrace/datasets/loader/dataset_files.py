@@ -138,12 +138,12 @@ class DatasetFiles:
                 return os.pread(file.fileno(), end - start, start)
         return self._reader.read_range(item, start, end, check=check)
 
-    def fetch_file(
+    def lend_file(
         self, key: str, size: int, digest: str, *, blocks: bytes | Callable[[], bytes] = b""
-    ) -> Path | None:
-        """Return the path of a verified file on the disk of the node. It is fetched if needed.
+    ) -> LentFile | None:
+        """Return a verified file on the disk of the node. It is fetched if needed.
 
-        The file stays until `release` or `close`. Processes of the node fetch a file once.
+        The file stays until it is closed. Processes of the node fetch a file once.
 
         Args:
             key: Key of the file.
@@ -153,7 +153,7 @@ class DatasetFiles:
                 function that returns them, which is called if the file is fetched.
 
         Returns:
-            Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
+            The file; None if there is no cache, or if the cache has no room.
 
         Raises:
             MillraceError: No location has the file.
@@ -167,6 +167,20 @@ class DatasetFiles:
                 download(self._reader, item, file)
 
             lent = self._cache.lend(digest, size, fetch)
+        return lent
+
+    def fetch_file(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> Path | None:
+        """Return the path of a verified file on the disk of the node, as `lend_file` does.
+
+        The file stays until `release` or `close`.
+
+        Returns:
+            Path; None if there is no cache, or if the cache has no room. Then use `read_file`.
+
+        Raises:
+            MillraceError: No location has the file.
+        """
+        lent = self.lend_file(key, size, digest, blocks=blocks)
         if lent is None:
             return None
         with self._lock:

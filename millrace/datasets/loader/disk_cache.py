@@ -1,8 +1,10 @@
 """Cache of files on the disk of a node, which all processes of the node share.
 
-A file has its digest as its name. Each file has a lock: readers hold it shared, and a process that
-fetches or removes the file holds it alone. The kernel releases the locks of a process that is
-killed. So one of several processes fetches a file, and no file is removed under a reader.
+A file has its digest as its name. Each name has a lock, which a process that fetches, verifies or
+removes the file holds alone. It waits for nothing that takes long while it holds a file: readers
+hold a shared lock of the file itself, and a file that is lent is not removed. The kernel releases
+the locks of a process that is killed. So one of several processes fetches a file, no file is
+removed under a reader, and processes that read each other's next files do not wait for each other.
 
 The lock file has a mark: the boot of the machine in which the file was verified, and the file's
 size, inode and time. Without a mark of this boot, as after a crash, the file is hashed before it is
@@ -39,27 +41,27 @@ Download = Callable[[int], object]
 """Function that writes a file through a descriptor, and verifies its digest."""
 
 _MAX_MARK = 4096  # bytes
-_MAX_TRIES = 8  # of a file that others remove again and again
 
 
 class LentFile:
-    """A file that is not removed until it is closed.
+    """A file that the cache does not remove until it is closed.
 
     Args:
         path: Path of the file.
-        lock: Descriptor of its lock, which is duplicated.
+        lock: The file, locked; None for a file of another folder, which the cache never removes.
 
     Attributes:
         path: Path of the file.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: "_LockFile | None" = None) -> None:
         self.path = path
-        self._close = weakref.finalize(self, _LockFile(lambda: os.dup(lock)).close)
+        self._close = None if lock is None else weakref.finalize(self, lock.close)
 
     def close(self) -> None:
         """Allow the removal of the file. A file that is open elsewhere can be read to its end."""
-        self._close()
+        if self._close is not None:
+            self._close()
 
     def __enter__(self) -> Self:
         """Return the file."""
@@ -191,21 +193,16 @@ class DiskCache:
         name = _make_name(digest)
         path = self._files / name
         try:
-            for _ in range(_MAX_TRIES):
-                with self._hold(name, fcntl.LOCK_SH) as lock:
-                    if self._lends(lock, path, size):
-                        return LentFile(path, lock)
-                with self._hold(name, fcntl.LOCK_EX) as lock:
-                    if not (
-                        _is_checked(lock, path, size)
-                        or _check_file(lock, path, digest, size)
-                        or self._fetch(lock, name, size, download)
-                    ):
-                        return None
-                    # The kernel gives the lock away for a moment, so the file is looked at again.
-                    fcntl.flock(lock, fcntl.LOCK_SH)
-                    if self._lends(lock, path, size):
-                        return LentFile(path, lock)
+            with self._hold(name, fcntl.LOCK_SH) as lock:
+                if self._is_usable(lock, path, size):
+                    return _lend_locked(path)
+            with self._hold(name, fcntl.LOCK_EX) as lock:
+                if (
+                    self._is_usable(lock, path, size)
+                    or _check_file(lock, path, digest, size)
+                    or self._fetch(lock, name, size, download)
+                ):
+                    return _lend_locked(path)
         except OSError as error:
             self._warn(error)
         return None
@@ -229,8 +226,8 @@ class DiskCache:
         fault = f"does not have the digest {digest}, and is not used. Replace or delete it."
         try:
             with self._hold(name, fcntl.LOCK_SH) as lock:
-                if self._lends(lock, path, size):
-                    return LentFile(path, lock)
+                if self._is_usable(lock, path, size):
+                    return LentFile(path)
             with self._hold(name, fcntl.LOCK_EX) as lock:
                 is_equal = _is_checked(lock, path, size)
                 if not is_equal:
@@ -244,8 +241,7 @@ class DiskCache:
                     if is_equal:
                         _write_mark(lock, path)
                 if is_equal:
-                    fcntl.flock(lock, fcntl.LOCK_SH)
-                    return LentFile(path, lock)
+                    return LentFile(path)
         except OSError as error:
             self._warn(error)
             return None
@@ -253,7 +249,7 @@ class DiskCache:
         logger.warning("%s %s", path, fault)
         return None
 
-    def _lends(self, lock: int, path: Path, size: int) -> bool:
+    def _is_usable(self, lock: int, path: Path, size: int) -> bool:
         """Decide whether a file may be used, and note its use."""
         if not _is_checked(lock, path, size):
             return False
@@ -319,6 +315,8 @@ class DiskCache:
         """Remove a file that no process uses; return False if one does."""
         try:
             with self._hold(name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                with suppress(FileNotFoundError):  # another program may have removed it
+                    _lock_file(self._files / name, fcntl.LOCK_EX | fcntl.LOCK_NB).close()
                 (self._files / name).unlink(missing_ok=True)
                 (self._locks / name).unlink(missing_ok=True)
         except BlockingIOError:
@@ -393,6 +391,26 @@ def _scan(folder: Path) -> "Iterator[os.DirEntry[str]]":
             except DigestError:
                 continue
             yield entry
+
+
+def _lock_file(path: Path, mode: int) -> _LockFile:
+    """Open and lock a file of the cache.
+
+    Raises:
+        BlockingIOError: Another one holds the lock, and the mode does not wait.
+    """
+    file = _LockFile(lambda: os.open(path, os.O_RDONLY))
+    try:
+        fcntl.flock(file.descriptor, mode)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lend_locked(path: Path) -> LentFile:
+    """Return a file that is not removed. The caller holds the lock of its name."""
+    return LentFile(path, _lock_file(path, fcntl.LOCK_SH))
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from millrace import errors
 from millrace.block_lists import read_blocks_at
 from millrace.datasets.loader.dataset_files import DatasetFiles
+from millrace.datasets.loader.disk_cache import LentFile
 from millrace.datasets.loader.mirrored_files import limit_retries
 from millrace.datasets.loader.shard_parts import PartGrowth, ShardParts, allocate_view
 from millrace.datasets.loader.shard_table import ListedShard, ShardTable
@@ -122,7 +122,7 @@ class ShardFetcher:
         self._files, self._table = files, table
         self._part_bytes, self._parts_ahead = part_bytes, parts_ahead
         self._lock = threading.Lock()
-        self._fetched: dict[str, Future[Path | None]] = {}  # whole files that are not open yet
+        self._fetched: dict[str, Future[LentFile | None]] = {}  # whole files that are not open yet
         self._all_blocks: bytes | None = None
         self._lists_at: Store | None = None  # that had the digests of blocks of the last shard
         self._requests = DaemonThreadPool(_MAX_REQUESTS, "shard-requests")
@@ -188,7 +188,7 @@ class ShardFetcher:
         with self._lock:
             unused, self._fetched = list(self._fetched.values()), {}
         for one in unused:
-            one.add_done_callback(self._release)
+            one.add_done_callback(_release)
 
     def _name(self, shard: ListedShard) -> str:
         return self._files.stores[0].make_url(shard.key)
@@ -321,8 +321,8 @@ class ShardFetcher:
             ) from error
         raise error
 
-    def _request_file(self, shard: ListedShard) -> Future[Path | None]:
-        """Return the path of a whole file, as soon as it is there; None without room for it."""
+    def _request_file(self, shard: ListedShard) -> Future[LentFile | None]:
+        """Return a whole file, as soon as it is there; None without room for it."""
         with self._lock:
             known = self._fetched.get(shard.digest)
             if known is None:
@@ -337,19 +337,16 @@ class ShardFetcher:
             if is_own := self._fetched.get(shard.digest) is fetched:
                 del self._fetched[shard.digest]
         try:
-            path = fetched.result() if is_own else self._fetch_file(shard)
+            lent = fetched.result() if is_own else self._fetch_file(shard)
         except errors.MillraceError as error:
             self._raise_explained(shard, error)
-        if path is None:
+        if lent is None:
             return None
-        try:  # an open file is read to its end, also if it is removed
-            return _ShardFile(self._name(shard), os.open(path, os.O_RDONLY), shard.size)
-        finally:
-            self._files.release(path)
+        return _ShardFile(self._name(shard), os.open(lent.path, os.O_RDONLY), shard.size, lent)
 
-    def _fetch_file(self, shard: ListedShard) -> Path | None:
+    def _fetch_file(self, shard: ListedShard) -> LentFile | None:
         blocks = partial(self._find_blocks, shard) if len(self._files.stores) > 1 else b""
-        fetch = partial(self._files.fetch_file, shard.key, shard.size, shard.digest, blocks=blocks)
+        fetch = partial(self._files.lend_file, shard.key, shard.size, shard.digest, blocks=blocks)
         return self._read_twice(shard, fetch)
 
     def _find_blocks(self, shard: ListedShard) -> bytes:
@@ -358,18 +355,23 @@ class ShardFetcher:
             return self._read_blocks(shard)
         return b""
 
-    def _release(self, fetched: Future[Path | None]) -> None:
-        """Release a whole file that was fetched and is not needed."""
-        if not fetched.cancelled() and not fetched.exception() and (path := fetched.result()):
-            self._files.release(path)
+
+def _release(fetched: Future[LentFile | None]) -> None:
+    """Release a whole file that was fetched and is not needed."""
+    if not fetched.cancelled() and not fetched.exception() and (lent := fetched.result()):
+        lent.close()
 
 
 class _ShardFile:
-    """A shard that is a whole file on the disk."""
+    """A shard that is a whole file on the disk.
 
-    def __init__(self, name: str, file: int, size: int) -> None:
+    A file of the cache is lent as long as it is open. If it were removed before, its bytes would
+    stay on the disk, and the cache would not count them.
+    """
+
+    def __init__(self, name: str, file: int, size: int, lent: LentFile | None = None) -> None:
         self.name, self.size = name, size
-        self._file = file
+        self._file, self._lent = file, lent
 
     def read(self, start: int, end: int) -> memoryview:
         body = view = allocate_view(max(0, end - start))
@@ -399,3 +401,5 @@ class _ShardFile:
 
     def __del__(self) -> None:
         os.close(self._file)
+        if self._lent is not None:
+            self._lent.close()

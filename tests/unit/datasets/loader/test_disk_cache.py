@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -85,6 +85,32 @@ def test_no_file_is_removed_while_it_is_lent(tmp_path, source, caplog):
     assert read(source.lend(cache, make(3))) == make(3)
     assert read(second) == make(2)
     assert cache.held_bytes <= 25 * KB
+
+
+@pytest.mark.parametrize("is_warmed", [False, True])
+def test_no_process_waits_for_a_file_that_another_one_keeps(tmp_path, source, is_warmed):
+    """Two trainings that keep each other's next files would wait for ever."""
+    body, warmed = make(1), tmp_path / "warmed"
+    warmed.write_bytes(body)
+    kept: list[LentFile | None] = []
+
+    def lend(cache: DiskCache) -> LentFile | None:
+        if is_warmed:
+            return cache.lend_from(warmed, compute_digest(body), len(body))
+        return source.lend(cache, body)
+
+    class LateCache(DiskCache):
+        """A cache that finds no file, and locks the name after another process has fetched it."""
+
+        def _hold(self, name: str, mode: int) -> AbstractContextManager[int]:
+            if mode == fcntl.LOCK_EX:
+                kept.append(lend(DiskCache(tmp_path / "cache", 100 * KB)))
+                mode |= fcntl.LOCK_NB
+            return super()._hold(name, mode)
+
+    assert read(lend(LateCache(tmp_path / "cache", 100 * KB))) == body
+    assert [read(one) for one in kept] == [body]
+    assert len(source.fetched) == (not is_warmed)
 
 
 def test_a_file_that_is_larger_than_the_cache_is_not_cached(tmp_path, source):
@@ -239,7 +265,7 @@ def test_a_file_of_a_warmed_folder_is_used_where_it_is(tmp_path, monkeypatch, ca
 
 
 def assert_no_lock_is_held(folder: Path) -> None:
-    paths = [*(folder / "locks").iterdir(), folder / "lock"]
+    paths = [*(folder / "locks").iterdir(), *(folder / "files").iterdir(), folder / "lock"]
     assert len(paths) > 1
     for path in paths:
         with path.open("a") as file:
