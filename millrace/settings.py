@@ -134,7 +134,8 @@ def load_settings(
 ) -> M:
     """Read a settings file into a model.
 
-    Variables are not filled in below fields whose annotation has the mark `AsWritten`.
+    Variables are filled in where the model reads them: not in settings that it ignores, nor below
+    fields whose annotation has the mark `AsWritten`.
 
     Args:
         path: Path of a ``.yaml``, ``.yml`` or ``.toml`` file.
@@ -148,6 +149,8 @@ def load_settings(
             lines. The message contains no value, since a value could be a secret.
     """
     data, text = parse_settings_file(path, template=template)
+    if model.model_config.get("extra") == "ignore":
+        data = {name: value for name, value in data.items() if name in model.model_fields}
     missing: list[str] = []
     filled = _expand_fields(model, data, os.environ if environ is None else environ, missing)
     _refuse_missing(missing, path, text)

@@ -492,6 +492,20 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
 
 
+def test_only_a_rental_needs_the_variables_of_its_section(run, settings, tmp_path):
+    with settings.open("a") as file:
+        file.write(
+            "vast:\n  account: {api_key: '${UNSET_API_KEY}'}\n"
+            "  request: {max_hourly: 1, max_total: 5}\n  repo_url: https://example.org/x\n"
+        )
+    assert "100 samples" in run("run", str(settings))
+    assert "1 shard of 1" in run("verify", str(settings))
+    assert "lines: complete" in run("status", str(settings))
+    assert "objects" in run("bucket", "usage", str(settings))
+    shown = run("run", str(settings), "--use-vast", "--yes", code=2)
+    assert f"Unset or empty in the environment: UNSET_API_KEY ({settings}, vast)." in shown
+
+
 def test_the_pages_are_indexed_once_and_stale_files_are_named(run, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()

@@ -99,7 +99,10 @@ def test_variables_are_filled_in_only_where_a_model_reads_them(tmp_path):
         model_config = ConfigDict(extra="ignore")
         program: Program
 
-    text = "program:\n  files: {a: 'x ${KEY} $${KEY} ${UNSET}'}\n  environment: {KEY: '${KEY}'}\n"
+    text = (
+        "other: ${UNSET}\n"
+        "program:\n  files: {a: 'x ${KEY} $${KEY} ${UNSET}'}\n  environment: {KEY: '${KEY}'}\n"
+    )
     path = written(tmp_path, "a.yaml", text)
     program = load_settings(path, Part, {"KEY": "secret"}).program
     assert program.files == {"a": "x ${KEY} $${KEY} ${UNSET}"}
