@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -152,27 +152,27 @@ def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterat
 
 
 def merge_parameters(
-    before: DeploymentResponse, after: DeploymentResponse
+    before: Mapping[str, Any], after: Mapping[str, Any], known: Container[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the parameters of a deployment: those of prefect.yaml, and those of people beside.
+    """Return the parameters of prefect.yaml, and those of people beside.
 
     Args:
-        before: Deployment before Prefect has deployed it.
-        after: The same deployment, with the parameters of prefect.yaml.
+        before: Parameters of a deployment or a schedule before Prefect has deployed it.
+        after: Its parameters of prefect.yaml.
+        known: Names of the parameters that the flow has.
 
     Returns:
         The parameters, and a line for each that is kept, replaced or dropped.
     """
-    merged, lines = dict(after.parameters), list[str]()
-    known = (after.parameter_openapi_schema or {}).get("properties", {})
-    for parameter, value in before.parameters.items():
-        if parameter not in after.parameters and parameter in known:
+    merged, lines = dict(after), list[str]()
+    for parameter, value in before.items():
+        if parameter not in after and parameter in known:
             merged[parameter] = value
-            lines.append(f"{after.name}: keeps its parameter {parameter}")
+            lines.append(f"keeps its parameter {parameter}")
         elif parameter not in known:
-            lines.append(f"{after.name}: its flow has no parameter {parameter} any more")
-        elif value != after.parameters[parameter]:
-            lines.append(f"{after.name}: its parameter {parameter} is set as in prefect.yaml")
+            lines.append(f"its flow has no parameter {parameter} any more")
+        elif value != after[parameter]:
+            lines.append(f"its parameter {parameter} is set as in prefect.yaml")
     return merged, lines
 
 
@@ -214,7 +214,8 @@ def _restore_parameters(
 ) -> list[str]:
     """Restore the parameters that prefect.yaml does not name, and that Prefect has removed.
 
-    They do not go through Prefect's command, which would replace blocks by their secrets.
+    They are those of the deployment and those of its schedules. They do not go through Prefect's
+    command, which would replace blocks by their secrets.
 
     Args:
         client: Client of the server.
@@ -224,14 +225,28 @@ def _restore_parameters(
     Returns:
         A line for each change.
     """
-    merged, lines = merge_parameters(before, after)
+    known = (after.parameter_openapi_schema or {}).get("properties", {})
+    merged, lines = merge_parameters(before.parameters, after.parameters, known)
     if merged != after.parameters:
         try:
             client.update_deployment(after.id, DeploymentUpdate(parameters=merged))
         except PrefectHTTPStatusError:  # such as for a value that the flow takes no more
             names = ", ".join(sorted(merged.keys() - after.parameters))
-            return [f"{after.name}: the server refused its parameters {names}: set them again"]
-    return lines
+            lines = [f"the server refused its parameters {names}: set them again"]
+    schedules = {schedule.id: schedule for schedule in before.schedules}
+    for now in after.schedules:
+        if (was := schedules.get(now.id)) is None:
+            continue
+        if _format_timing(was) != _format_timing(now):
+            lines.append(
+                f"its schedule {now.slug} is set as in prefect.yaml: {_format_timing(now)}"
+            )
+        if was.parameters != now.parameters:
+            merged, changes = merge_parameters(was.parameters, now.parameters, known)
+            lines += [f"{line} (schedule {now.slug})" for line in changes]
+            if merged != now.parameters:
+                client.update_deployment_schedule(after.id, now.id, parameters=merged)
+    return [f"{after.name}: {line}" for line in lines]
 
 
 def _give_slugs(client: SyncPrefectClient, deployment: DeploymentResponse) -> None:

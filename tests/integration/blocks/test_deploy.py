@@ -86,7 +86,14 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     (wanted,) = (one for one in project["deployments"] if one["name"] == "reap-machines")
     wanted["name"] = f"reap-{uuid4().hex[:8]}"
-    wanted["schedules"].append({"cron": "1 1 * * *", "timezone": "UTC", "slug": "other"})
+    wanted["schedules"].append(
+        {
+            "cron": "1 1 * * *",
+            "timezone": "UTC",
+            "slug": "other",
+            "parameters": {"dry_run": True},
+        }
+    )
     project["deployments"] = [wanted]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
     assert deploy(prefect_api, tmp_path).returncode == 0
@@ -97,6 +104,11 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         first = client.read_deployment_by_name(name)
         (off,) = (one for one in first.schedules if one.slug == "every-15-minutes")
         client.update_deployment_schedule(first.id, off.id, active=False)
+        (set_,) = (one for one in first.schedules if one.slug == "other")
+        client.update_deployment_schedule(
+            first.id, set_.id, schedule=CronSchedule(cron="9 4 * * *"),
+            parameters={"dry_run": False, **own},
+        )  # fmt: skip
         client.create_deployment_schedules(
             first.id, [(CronSchedule(cron="*/5 * * * *"), True)], parameters=own
         )
@@ -108,8 +120,12 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         for line in (
             "stays paused", "its schedule every-15-minutes stays off", "*/5 * * * *",
             "its parameter bucket is set as in prefect.yaml", "keeps its parameter vast",
+            "keeps its parameter vast (schedule other)",
+            "its parameter dry_run is set as in prefect.yaml (schedule other)",
+            "its schedule other is set as in prefect.yaml: 1 1 * * *",
         ):  # fmt: skip
             assert line in again.stdout
+        assert again.stdout.count("its parameter vast") == 2
         second = client.read_deployment_by_name(name)
         assert second.paused
         assert second.parameters == {"bucket": "dataset", **own}
@@ -117,7 +133,8 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         found = {one.slug: one for one in second.schedules}
         stopped = found.pop("every-15-minutes")  # the server has removed its parameters
         assert (stopped.active, stopped.parameters) == (False, {"dry_run": False})
-        assert found.pop("other").active
+        other = found.pop("other")
+        assert (other.active, other.parameters) == (True, {"dry_run": True, **own})
         (kept,) = found.values()
         assert isinstance(kept.schedule, CronSchedule)
         assert (kept.schedule.cron, kept.active, kept.parameters) == ("*/5 * * * *", True, own)

@@ -100,20 +100,12 @@ def test_parameters_of_people_are_kept_beside_those_of_prefect_yaml() -> None:
     block = {"$ref": {"block_document_id": str(uuid4())}}
     before = {"bucket": "mine", "pins": ["a"], "rules": block, "renamed": 1, "dry_run": True}
     parameters, lines = merge_parameters(
-        make_deployment(before), make_deployment({"bucket": "gradients", "dry_run": True})
+        before, {"bucket": "gradients", "dry_run": True}, {"bucket", "dry_run", "pins", "rules"}
     )
     assert parameters == {"bucket": "gradients", "dry_run": True, "pins": ["a"], "rules": block}
     assert lines == [
-        "clean: its parameter bucket is set as in prefect.yaml",
-        "clean: keeps its parameter pins",
-        "clean: keeps its parameter rules",
-        "clean: its flow has no parameter renamed any more",
+        "its parameter bucket is set as in prefect.yaml",
+        "keeps its parameter pins",
+        "keeps its parameter rules",
+        "its flow has no parameter renamed any more",
     ]
-
-
-def make_deployment(parameters: dict[str, Any]) -> DeploymentResponse:
-    taken = {name: {"type": "string"} for name in ("bucket", "dry_run", "pins", "rules")}
-    return DeploymentResponse(
-        name="clean", flow_id=uuid4(), parameters=parameters,
-        parameter_openapi_schema={"type": "object", "properties": taken},
-    )  # fmt: skip
