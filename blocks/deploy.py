@@ -31,6 +31,7 @@ from blocks.setup import SetupOutcome, connect, make_essentials, register_types,
 from millrace import errors
 
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
+_CLEANING = "cleaning"  # tag of the deployments that delete
 _DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 
 
@@ -59,6 +60,9 @@ def deploy_flows() -> None:
                 if wanted.get("schedules"):
                     _give_slugs(client, found)
             changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
+            known = {id(wanted): found for wanted, found in pairs}
+            for wanted in project["deployments"]:
+                changes += warn_of_deletions(wanted, known.get(id(wanted)))
             is_complete = _deploy_and_restore(client, project, matched, changes)
     if not is_complete:
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
@@ -149,6 +153,34 @@ def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterat
             yield f"{name}: its schedule {found.slug} is switched off, as in prefect.yaml"
     for slug in by_slug:
         yield f"{name}: its schedule {slug} is new"
+
+
+def warn_of_deletions(wanted: dict[str, Any], existing: DeploymentResponse | None) -> Iterator[str]:
+    """Describe the new schedules of a deployment whose runs delete.
+
+    Args:
+        wanted: Deployment of prefect.yaml, as it is to be deployed.
+        existing: The same deployment on the server; None if there is none.
+
+    Yields:
+        A line, if there are such schedules.
+    """
+    if wanted.get("paused") or _CLEANING not in (wanted.get("tags") or ()):
+        return
+    known = {schedule.slug for schedule in existing.schedules} if existing else set[str | None]()
+    usual = wanted.get("parameters") or {}
+    deleting = [
+        f"{schedule.get('slug')} ({schedule.get('cron')})"
+        for schedule in wanted.get("schedules") or ()
+        if schedule.get("slug") not in known
+        and schedule.get("active", True)
+        and {**usual, **(schedule.get("parameters") or {})}.get("dry_run") is False
+    ]
+    if deleting:
+        yield (
+            f"{wanted['name']}: will delete by its new schedules: {', '.join(deleting)}. Switch "
+            "those off in the UI that you do not want: they stay off."
+        )
 
 
 def merge_parameters(
