@@ -148,6 +148,18 @@ def test_json_has_standard_output_for_itself(settings):
     assert "lines: complete" in again.stdout  # the next command prints for people again
 
 
+def test_json_shows_names_that_are_not_utf_8(tmp_path):
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    (folder / os.fsdecode(b"caf\xe9")).symlink_to("nothing")
+    words = ["bucket", "wipe", str(folder), "--confirm", "bucket", "--json"]
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.exception) == (0, None)
+    assert json.loads(done.stdout)["left_alone"] == ["caf\ufffd"]
+    assert not (folder / "a").exists()
+
+
 def test_a_settings_file_is_named_once(run, settings):
     shown = run("plan", str(settings), "--config", str(settings), code=2)
     assert "Name the settings file once" in shown
