@@ -577,7 +577,11 @@ def _millrace(*words: str, **how: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
     (port,) = find_free_ports(1)
     path = tmp_path / "job.yaml"
@@ -586,7 +590,7 @@ def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
         f"source: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
         "credentials: {access_key_id: id, secret_access_key: secret}}\n"
     )
-    with _millrace("plan", str(path), cwd=REPOSITORY) as command:
+    with _millrace("plan", str(path), cwd=REPOSITORY, preexec_fn=_hear_hangups) as command:
         assert command.stderr is not None
         assert "does not answer (Connection refused)" in command.stderr.readline()
         command.send_signal(number)

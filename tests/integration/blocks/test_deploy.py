@@ -145,8 +145,9 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         client.delete_block_document(account)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
-    prefect_api: PrefectServer, tmp_path: Path
+    prefect_api: PrefectServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Prefect is ahead of the command, which is stopped before it has read the second name."""
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
@@ -163,6 +164,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         command = subprocess.Popen(
             DEPLOY, cwd=tmp_path, env=prefect_api.environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=_hear_hangups,  # noqa: PLW1509 - it only sets a signal
         )  # fmt: skip
         assert command.stdout is not None
         next(line for line in command.stdout if line.endswith(": deployed\n"))  # the first one
@@ -170,7 +172,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         wait_until(
             lambda: "depth" not in client.read_deployment(ids[1]).parameters, "the second one"
         )
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         command.send_signal(signal.SIGCONT)
         _, said = command.communicate(timeout=60)
         assert command.returncode == 130, said
@@ -178,3 +180,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         assert [client.read_deployment(each).parameters for each in ids] == [own, own]
         for each in ids:
             client.delete_deployment(each)
+
+
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
