@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AnyFunction = Callable[..., Any]
 _SHOWN_FAILURES = 20
+_MAX_DURATION = timedelta(weeks=5000)  # as of the ages in settings: no time is before the year 1
 _SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml"}
 
 
@@ -60,6 +61,8 @@ class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgu
             self.fail(f"{error}.", param, ctx)
         if found < timedelta(0):
             self.fail(f"{value!r} is negative: write a duration such as 20m.", param, ctx)
+        if found > _MAX_DURATION:
+            self.fail(f"{value!r} is too long a duration: write at most 5000w.", param, ctx)
         return found
 
 

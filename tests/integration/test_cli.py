@@ -673,6 +673,12 @@ def test_a_prefix_is_another_dataset(run, settings):
         (("run", "job.yaml", "--prefix", ""), 2, "--prefix is empty"),
         (("init", "job.txt"), 2, "a name that ends in .yaml"),
         (("bucket", "abort-uploads", "x", "--older-than=-P1D"), 2, "'-P1D' is negative"),
+        (("bucket", "abort-uploads", "x", "--older-than", "1000000d"), 2, "write at most 5000w"),
+        (
+            ("dataset", "collect-garbage", "x", "y", "--min-age", "1000000d"),
+            2,
+            "write at most 5000w",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence_and_an_exit_code(run, settings, words, code, said):
