@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -31,6 +31,7 @@ from blocks.setup import SetupOutcome, connect, make_essentials, register_types,
 from millrace import errors
 
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
+_CLEANING = "cleaning"  # tag of the deployments that delete
 _DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 
 
@@ -59,6 +60,9 @@ def deploy_flows() -> None:
                 if wanted.get("schedules"):
                     _give_slugs(client, found)
             changes = [line for wanted, found in pairs for line in keep_changes(wanted, found)]
+            known = {id(wanted): found for wanted, found in pairs}
+            for wanted in project["deployments"]:
+                changes += warn_of_deletions(wanted, known.get(id(wanted)))
             is_complete = _deploy_and_restore(client, project, matched, changes)
     if not is_complete:
         raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
@@ -151,28 +155,56 @@ def keep_changes(wanted: dict[str, Any], existing: DeploymentResponse) -> Iterat
         yield f"{name}: its schedule {slug} is new"
 
 
-def merge_parameters(
-    before: DeploymentResponse, after: DeploymentResponse
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the parameters of a deployment: those of prefect.yaml, and those of people beside.
+def warn_of_deletions(wanted: dict[str, Any], existing: DeploymentResponse | None) -> Iterator[str]:
+    """Describe the new schedules of a deployment whose runs delete.
 
     Args:
-        before: Deployment before Prefect has deployed it.
-        after: The same deployment, with the parameters of prefect.yaml.
+        wanted: Deployment of prefect.yaml, as it is to be deployed.
+        existing: The same deployment on the server; None if there is none.
+
+    Yields:
+        A line, if there are such schedules.
+    """
+    if wanted.get("paused") or _CLEANING not in (wanted.get("tags") or ()):
+        return
+    known = {schedule.slug for schedule in existing.schedules} if existing else set[str | None]()
+    usual = wanted.get("parameters") or {}
+    deleting = [
+        f"{schedule.get('slug')} ({schedule.get('cron')})"
+        for schedule in wanted.get("schedules") or ()
+        if schedule.get("slug") not in known
+        and schedule.get("active", True)
+        and {**usual, **(schedule.get("parameters") or {})}.get("dry_run") is False
+    ]
+    if deleting:
+        yield (
+            f"{wanted['name']}: will delete by its new schedules: {', '.join(deleting)}. Switch "
+            "those off in the UI that you do not want: they stay off."
+        )
+
+
+def merge_parameters(
+    before: Mapping[str, Any], after: Mapping[str, Any], known: Container[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the parameters of prefect.yaml, and those of people beside.
+
+    Args:
+        before: Parameters of a deployment or a schedule before Prefect has deployed it.
+        after: Its parameters of prefect.yaml.
+        known: Names of the parameters that the flow has.
 
     Returns:
         The parameters, and a line for each that is kept, replaced or dropped.
     """
-    merged, lines = dict(after.parameters), list[str]()
-    known = (after.parameter_openapi_schema or {}).get("properties", {})
-    for parameter, value in before.parameters.items():
-        if parameter not in after.parameters and parameter in known:
+    merged, lines = dict(after), list[str]()
+    for parameter, value in before.items():
+        if parameter not in after and parameter in known:
             merged[parameter] = value
-            lines.append(f"{after.name}: keeps its parameter {parameter}")
+            lines.append(f"keeps its parameter {parameter}")
         elif parameter not in known:
-            lines.append(f"{after.name}: its flow has no parameter {parameter} any more")
-        elif value != after.parameters[parameter]:
-            lines.append(f"{after.name}: its parameter {parameter} is set as in prefect.yaml")
+            lines.append(f"its flow has no parameter {parameter} any more")
+        elif value != after[parameter]:
+            lines.append(f"its parameter {parameter} is set as in prefect.yaml")
     return merged, lines
 
 
@@ -214,7 +246,8 @@ def _restore_parameters(
 ) -> list[str]:
     """Restore the parameters that prefect.yaml does not name, and that Prefect has removed.
 
-    They do not go through Prefect's command, which would replace blocks by their secrets.
+    They are those of the deployment and those of its schedules. They do not go through Prefect's
+    command, which would replace blocks by their secrets.
 
     Args:
         client: Client of the server.
@@ -224,14 +257,28 @@ def _restore_parameters(
     Returns:
         A line for each change.
     """
-    merged, lines = merge_parameters(before, after)
+    known = (after.parameter_openapi_schema or {}).get("properties", {})
+    merged, lines = merge_parameters(before.parameters, after.parameters, known)
     if merged != after.parameters:
         try:
             client.update_deployment(after.id, DeploymentUpdate(parameters=merged))
         except PrefectHTTPStatusError:  # such as for a value that the flow takes no more
             names = ", ".join(sorted(merged.keys() - after.parameters))
-            return [f"{after.name}: the server refused its parameters {names}: set them again"]
-    return lines
+            lines = [f"the server refused its parameters {names}: set them again"]
+    schedules = {schedule.id: schedule for schedule in before.schedules}
+    for now in after.schedules:
+        if (was := schedules.get(now.id)) is None:
+            continue
+        if _format_timing(was) != _format_timing(now):
+            lines.append(
+                f"its schedule {now.slug} is set as in prefect.yaml: {_format_timing(now)}"
+            )
+        if was.parameters != now.parameters:
+            merged, changes = merge_parameters(was.parameters, now.parameters, known)
+            lines += [f"{line} (schedule {now.slug})" for line in changes]
+            if merged != now.parameters:
+                client.update_deployment_schedule(after.id, now.id, parameters=merged)
+    return [f"{after.name}: {line}" for line in lines]
 
 
 def _give_slugs(client: SyncPrefectClient, deployment: DeploymentResponse) -> None:

@@ -17,6 +17,8 @@ from millrace.storage import Backend, Location, Right, StoreSpec
 
 BUCKET_LIST_VARIABLE = "R2_DATASET_BUCKET_LIST"
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}(\.(eu|fedramp))?")
+_STORE_URL = re.compile(r"""[A-Za-z0-9+.-]+://[^\s"'{}\[\]]+""")
+_BLOCK_NAME = re.compile(r"[a-z0-9-]+")
 _WEB_URL = re.compile(r"https?://[^/\s]\S*", re.IGNORECASE)
 
 
@@ -242,11 +244,18 @@ def _read_own_location(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _read_entries(value: str) -> list[Any]:
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1].strip()  # `docker --env-file` keeps the quotes of a line
     if not value:
         return []
     if not value.startswith("["):
         if "://" in value:
-            return [url.strip() for url in value.split(",") if url.strip()]
+            urls = [url.strip() for url in value.split(",") if url.strip()]
+            if all(map(_STORE_URL.fullmatch, urls)):
+                return urls
+            raise ConfigurationError(
+                f"{BUCKET_LIST_VARIABLE} is neither a JSON list, nor URLs with commas between them."
+            )
         try:
             value = Path(value).expanduser().read_text(encoding="utf-8")
         except OSError as error:
@@ -267,6 +276,14 @@ def _read_entries(value: str) -> list[Any]:
         ) from None
     if not isinstance(entries, list):
         raise ConfigurationError(f"{BUCKET_LIST_VARIABLE} should be a JSON list.")
+    for number, entry in enumerate(entries, start=1):
+        if isinstance(entry, str) and not (
+            _STORE_URL.fullmatch(entry) or _BLOCK_NAME.fullmatch(entry)
+        ):
+            raise ConfigurationError(
+                f"Entry {number} of {BUCKET_LIST_VARIABLE} is neither a URL nor the name of a "
+                "block. Correct it."
+            )
     return entries
 
 

@@ -7,9 +7,8 @@ from prefect import flow
 from pydantic import Field
 
 from blocks import Bucket
-from millrace.cleanup import StaleUploads
+from millrace.cleanup import Age, StaleUploads
 from millrace.errors import MillraceError, format_error
-from millrace.settings import Duration
 from millrace.storage import Right
 from tasks.cleaning import (
     abort_stale_uploads,
@@ -32,7 +31,7 @@ from tasks.schedules import check_schedule
 @flow(name="abort-uploads", flow_run_name=make_name("abort-uploads", "buckets"))
 def abort_uploads(
     buckets: Annotated[list[BucketLocation], Field(min_length=1)],
-    older_than: Duration = timedelta(days=1),
+    older_than: Age = timedelta(days=1),
     dry_run: bool = True,  # noqa: FBT001, FBT002 - Prefect passes it by name
 ) -> dict[str, StaleUploads] | None:
     """Abort unfinished uploads, which no listing shows and the store bills.

@@ -243,7 +243,9 @@ class _Translation:
                 return {"url": folder, "include": [glob.escape(name)]}
             case "file" | "" if name or "/" not in uri:
                 # A relative path is allowed, also after file://.
-                path = Path(uri.removeprefix("file://")).expanduser().absolute()
+                path = Path(uri.removeprefix("file://")).expanduser()
+                if not str(path).startswith("${"):
+                    path = path.absolute()
                 if _VARIABLE.fullmatch(path.name):
                     raise self._refuse(
                         "input_uri",

@@ -1,6 +1,7 @@
 """Sharding on rented machines: program, settings and storage grants of each machine."""
 
 import logging
+import os
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -40,7 +41,7 @@ from millrace.rentals import (
     make_access_settings,
     make_store_settings,
 )
-from millrace.settings import escape_variables, load_settings, validate_settings
+from millrace.settings import escape_variables, fill_variables, load_settings, validate_settings
 from millrace.storage import Right, StoreSpec, open_store
 from millrace.storage.overlap import locate_prefix
 
@@ -138,7 +139,7 @@ def read_vast_settings(
     disk: float | None = None,
     workdir: str | None = None,
 ) -> VastSettings:
-    """Return the section `vast` of the settings of a dataset.
+    """Return the section `vast` of the settings of a dataset, with its variables filled in.
 
     Args:
         config: Settings of the dataset.
@@ -148,13 +149,19 @@ def read_vast_settings(
         workdir: Folder of the program on a machine, instead of the section's.
 
     Raises:
-        ConfigurationError: There is no section `vast`, or it is invalid.
+        ConfigurationError: There is no section `vast`, it is invalid, or variables are not set.
     """
-    data = {} if config.vast is None else {"vast": config.vast}
+    given = {} if config.vast is None else {"vast": config.vast}
+    data, missing = fill_variables(given, os.environ)
+    if missing:
+        raise errors.ConfigurationError(
+            f"Unset or empty in the environment: {', '.join(missing)} ({origin}, vast). Export it, "
+            "or write ${NAME:-default}."
+        )
     vast = validate_settings(VastFileSettings, data, source=origin).vast
-    given = {"offer_id": offer_id, "disk": disk}
+    options = {"offer_id": offer_id, "disk": disk}
     request = vast.request.model_dump() | {
-        name: value for name, value in given.items() if value is not None
+        name: value for name, value in options.items() if value is not None
     }
     changed = dict(vast) | {"request": request, "workdir": workdir or vast.workdir}
     return validate_settings(VastFileSettings, {"vast": changed}, source=origin).vast

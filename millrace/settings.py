@@ -1,7 +1,7 @@
 """Read settings files of YAML or TOML, and fill in ``${VAR}`` from the environment.
 
 ``${VAR:-default}`` has a default. ``$${VAR}`` is the text ``${VAR}`` itself. An empty variable
-counts as unset.
+counts as unset. Texts for another machine stay as they are written: see `AsWritten`.
 """
 
 import os
@@ -50,6 +50,10 @@ _TIMEDELTA = re.compile(r"datetime\.timedelta\(([^)]*)\)")
 _PREFIX = "Value error, "  # pydantic puts this before the message of a validator
 
 M = TypeVar("M", bound=BaseModel)
+
+
+class AsWritten:
+    """Mark in the annotation of a field: `load_settings` fills in no variables below the field."""
 
 
 def parse_duration(value: Any) -> Any:
@@ -130,6 +134,9 @@ def load_settings(
 ) -> M:
     """Read a settings file into a model.
 
+    Variables are filled in where the model reads them: not in settings that it ignores, nor below
+    fields whose annotation has the mark `AsWritten`.
+
     Args:
         path: Path of a ``.yaml``, ``.yml`` or ``.toml`` file.
         model: Class of the settings.
@@ -141,8 +148,13 @@ def load_settings(
             not set, or the model refuses values. The message names all unset variables with their
             lines. The message contains no value, since a value could be a secret.
     """
-    data = read_settings_file(path, environ, template=template)
-    return validate_settings(model, data, source=str(path))
+    data, text = parse_settings_file(path, template=template)
+    if model.model_config.get("extra") == "ignore":
+        data = {name: value for name, value in data.items() if name in model.model_fields}
+    missing: list[str] = []
+    filled = _expand_fields(model, data, os.environ if environ is None else environ, missing)
+    _refuse_missing(missing, path, text)
+    return validate_settings(model, filled, source=str(path))
 
 
 def read_settings_file(
@@ -161,11 +173,7 @@ def read_settings_file(
     """
     data, text = parse_settings_file(path, template=template)
     filled, missing = fill_variables(data, os.environ if environ is None else environ)
-    if missing:
-        unset = "; ".join(f"{name} ({path}, line {_find_line(text, name)})" for name in missing)
-        raise ConfigurationError(
-            f"Unset or empty in the environment: {unset}. Export it, or write ${{NAME:-default}}."
-        )
+    _refuse_missing(missing, path, text)
     return filled
 
 
@@ -310,6 +318,26 @@ def escape_variables(value: Any) -> Any:
             return value
 
 
+def _expand_fields(
+    model: type[BaseModel],
+    data: Mapping[str, Any],
+    environ: Mapping[str, str],
+    missing: list[str],
+) -> dict[str, Any]:
+    """Return settings with ``${VAR}`` filled in, except below fields with the mark `AsWritten`."""
+    filled: dict[str, Any] = {}
+    for name, value in data.items():
+        field = model.model_fields.get(name)
+        kind = field.annotation if field else None
+        if field and AsWritten in field.metadata:
+            filled[name] = value
+        elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            filled[name] = _expand_fields(kind, cast("dict[str, Any]", value), environ, missing)
+        else:
+            filled[name] = _expand_variables(value, environ, missing)
+    return filled
+
+
 def _expand_variables(value: Any, environ: Mapping[str, str], missing: list[str]) -> Any:
     match value:
         case str():
@@ -333,6 +361,15 @@ def _look_up_variable(match: re.Match[str], environ: Mapping[str, str], missing:
     if name not in missing:
         missing.append(name)
     return ""
+
+
+def _refuse_missing(missing: list[str], path: Path, text: str) -> None:
+    """Raise the error for the variables of a settings file that are not set, if there are any."""
+    if missing:
+        unset = "; ".join(f"{name} ({path}, line {_find_line(text, name)})" for name in missing)
+        raise ConfigurationError(
+            f"Unset or empty in the environment: {unset}. Export it, or write ${{NAME:-default}}."
+        )
 
 
 def _find_line(text: str, name: str) -> int:

@@ -1,8 +1,10 @@
 """Print the output of commands. Text from outside cannot control the terminal."""
 
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # such as a byte that is not UTF-8 in a name
 _FILE_WIDTH = 100_000  # characters of a line that no terminal breaks
 
 
@@ -44,7 +47,11 @@ def print_json(data: object) -> None:
     import orjson  # noqa: PLC0415 - commands that print no JSON start sooner
 
     options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-    click.echo(orjson.dumps(data, default=_convert_value, option=options))
+    try:
+        text = orjson.dumps(data, default=_convert_value, option=options)
+    except TypeError:  # a text is not UTF-8, such as the name of a file
+        text = orjson.dumps(_replace_surrogates(data), default=_convert_value, option=options)
+    click.echo(text)
 
 
 def _convert_value(value: object) -> object:
@@ -57,10 +64,33 @@ def _convert_value(value: object) -> object:
         case timedelta():
             return value.total_seconds()
         case set() | frozenset():
-            return sorted(str(each) for each in value)  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+            return sorted(_SURROGATE.sub("\ufffd", str(each)) for each in value)  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
         case _:
-            # The name of a file may have bytes that are not UTF-8.
-            return str(value).encode(errors="surrogateescape").decode(errors="replace")
+            return _SURROGATE.sub("\ufffd", str(value))
+
+
+def _replace_surrogates(value: object) -> object:
+    """Return a value for JSON in which U+FFFD stands for what is not UTF-8 in the texts."""
+    from pydantic import BaseModel  # noqa: PLC0415 - as above
+
+    match value:
+        case str():
+            return _SURROGATE.sub("\ufffd", value)
+        case BaseModel():
+            return _replace_surrogates(value.model_dump(mode="json"))
+        case dict():
+            return {_replace_surrogates(k): _replace_surrogates(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+        case list() | tuple():
+            return [_replace_surrogates(each) for each in value]  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            found = {one.name: getattr(value, one.name) for one in fields(value)}
+            return {
+                name: _replace_surrogates(each)
+                for name, each in found.items()
+                if not name.startswith("_")  # as orjson does
+            }
+        case _:
+            return value
 
 
 def echo(line: object, *, err: bool = False) -> None:

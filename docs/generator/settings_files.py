@@ -100,6 +100,7 @@ FILE reads the file of the name below. An unknown or repeated name in a file is 
 
 - `${NAME}` is replaced by the environment variable NAME. An unset or empty variable is an error.
 - `${NAME:-value}` gives a default. `$${NAME}` is the text `${NAME}` itself.
+- Settings that a command ignores need no variables. `program.files` of `rent.yaml` stay as written.
 - A duration has a unit: `90s`, `20m`, `1h 30m`, `7d`, `1w`, or ISO 8601, such as `PT20M`.
 - A size is a number of bytes, with or without a unit: `64MiB`, `80GB`, `1024`.
 - The default `{}` of a section stands for the defaults of its settings.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AnyFunction = Callable[..., Any]
 _SHOWN_FAILURES = 20
+_MAX_DURATION = timedelta(weeks=5000)  # as of the ages in settings: no time is before the year 1
 _SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml"}
 
 
@@ -60,6 +61,8 @@ class _DurationOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgu
             self.fail(f"{error}.", param, ctx)
         if found < timedelta(0):
             self.fail(f"{value!r} is negative: write a duration such as 20m.", param, ctx)
+        if found > _MAX_DURATION:
+            self.fail(f"{value!r} is too long a duration: write at most 5000w.", param, ctx)
         return found
 
 
@@ -108,12 +111,13 @@ SIZE = _SizeOption()
 def handle_errors(command: Callable[..., int | None]) -> Callable[..., None]:
     """Run a command at a terminal: print an error of Millrace as a sentence, and exit.
 
-    Exit codes: that of the command, 1 for a failure, 2 for wrong input, 130 for Ctrl-C or SIGTERM.
+    Exit codes: that of the command, 1 for a failure, 2 for wrong input, 130 for Ctrl-C, SIGTERM or
+    SIGHUP.
     """
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
-        _end_on_sigterm()
+        _end_on_signals()
         try:
             code = command(*args, **options)
             if sys.stdout is not None:  # it is None if it was closed before the start
@@ -286,11 +290,13 @@ def is_store_location(location: str) -> bool:
     return "://" in location or path.is_dir() or path.suffix.lower() not in _SETTINGS_SUFFIXES
 
 
-def _end_on_sigterm() -> None:
-    """Handle SIGTERM like Ctrl-C, unless the process has another handler for SIGTERM."""
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _end_on_signals() -> None:
+    """Handle SIGTERM and SIGHUP like Ctrl-C, unless the process ignores or handles them itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the second one if the terminal is closed
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _can_print() -> bool:

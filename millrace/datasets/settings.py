@@ -1,7 +1,7 @@
 """Settings of a sharding run."""
 
 from datetime import timedelta
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
@@ -21,7 +21,7 @@ from millrace.datasets.transforms import TransformList
 from millrace.lease import MAX_TTL, MIN_TTL
 from millrace.records import JsonInt
 from millrace.schemas.dataset import SourceRecord
-from millrace.settings import Duration, Size
+from millrace.settings import AsWritten, Duration, Size
 from millrace.storage import StoreSettings, StoreSpec, read_spec_from_environment
 from millrace.threads import count_processors
 
@@ -273,10 +273,10 @@ class PipelineSettings(BaseModel):
         "`datasets.load_dataset` opens them. `{}` writes it without a license. By default none is "
         "written.",
     )
-    vast: Any = Field(
+    vast: Annotated[Any, AsWritten] = Field(
         default=None,
         exclude=True,
         repr=False,
         description="Rented machines for `millrace run --use-vast`. Other commands ignore this "
-        "section.",
+        "section, and variables in it.",
     )

@@ -19,7 +19,7 @@ from millrace.keys.rentals import MAX_ATTEMPTS, check_rental_name
 from millrace.rentals.offers import OfferRequest
 from millrace.rentals.vast.api import VastClient
 from millrace.schemas.rental import MoneyLimits
-from millrace.settings import Duration
+from millrace.settings import AsWritten, Duration
 from millrace.storage import Right, StoreSpec
 
 _RESERVED_PREFIXES = (
@@ -129,10 +129,10 @@ class Program(CodeRepository):
         '`["millrace", "run", "settings.yaml"]`. `{slot}` stands for the number of the machine, '
         "and `{slots}` for the number of machines.",
     )
-    files: dict[str, str] = Field(
+    files: Annotated[dict[str, str], AsWritten] = Field(
         default_factory=dict[str, str],
-        description="Text files to write into the folder of the clone, such as settings. Do not "
-        "put secrets here.",
+        description="Text files to write into the folder of the clone, such as settings. They "
+        "arrive as written, with each `${NAME}`. Do not put secrets here.",
     )
     environment: dict[str, str] = Field(
         default_factory=dict[str, str],

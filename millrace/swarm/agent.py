@@ -256,7 +256,7 @@ def raise_file_limit() -> None:
 def serve(
     root: Path, key: bytes, host: str, port: int, on_listening: Callable[[str], None]
 ) -> None:
-    """Run an agent until the process receives SIGTERM or SIGINT.
+    """Run an agent until the process receives SIGTERM or SIGINT, or SIGHUP unless it ignores it.
 
     Args:
         root: Folder that all destinations are below.
@@ -271,8 +271,9 @@ def serve(
     def handle_signal(number: int, frame: object) -> None:
         agent.ended.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handle_signal)
     agent.start()
     on_listening(f"http://{Endpoint('http', host, agent.port).netloc}")
     agent.ended.wait()

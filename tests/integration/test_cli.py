@@ -148,6 +148,18 @@ def test_json_has_standard_output_for_itself(settings):
     assert "lines: complete" in again.stdout  # the next command prints for people again
 
 
+def test_json_shows_names_that_are_not_utf_8(tmp_path):
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"1")
+    (folder / os.fsdecode(b"caf\xe9")).symlink_to("nothing")
+    words = ["bucket", "wipe", str(folder), "--confirm", "bucket", "--json"]
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.exception) == (0, None)
+    assert json.loads(done.stdout)["left_alone"] == ["caf\ufffd"]
+    assert not (folder / "a").exists()
+
+
 def test_a_settings_file_is_named_once(run, settings):
     shown = run("plan", str(settings), "--config", str(settings), code=2)
     assert "Name the settings file once" in shown
@@ -492,6 +504,20 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
 
 
+def test_only_a_rental_needs_the_variables_of_its_section(run, settings, tmp_path):
+    with settings.open("a") as file:
+        file.write(
+            "vast:\n  account: {api_key: '${UNSET_API_KEY}'}\n"
+            "  request: {max_hourly: 1, max_total: 5}\n  repo_url: https://example.org/x\n"
+        )
+    assert "100 samples" in run("run", str(settings))
+    assert "1 shard of 1" in run("verify", str(settings))
+    assert "lines: complete" in run("status", str(settings))
+    assert "objects" in run("bucket", "usage", str(settings))
+    shown = run("run", str(settings), "--use-vast", "--yes", code=2)
+    assert f"Unset or empty in the environment: UNSET_API_KEY ({settings}, vast)." in shown
+
+
 def test_the_pages_are_indexed_once_and_stale_files_are_named(run, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()
@@ -551,7 +577,11 @@ def _millrace(*words: str, **how: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
     (port,) = find_free_ports(1)
     path = tmp_path / "job.yaml"
@@ -560,7 +590,7 @@ def test_whoever_stops_a_command_reads_one_sentence(number, tmp_path):
         f"source: {{url: 's3://bucket', endpoint: 'http://127.0.0.1:{port}', "
         "credentials: {access_key_id: id, secret_access_key: secret}}\n"
     )
-    with _millrace("plan", str(path), cwd=REPOSITORY) as command:
+    with _millrace("plan", str(path), cwd=REPOSITORY, preexec_fn=_hear_hangups) as command:
         assert command.stderr is not None
         assert "does not answer (Connection refused)" in command.stderr.readline()
         command.send_signal(number)
@@ -643,6 +673,12 @@ def test_a_prefix_is_another_dataset(run, settings):
         (("run", "job.yaml", "--prefix", ""), 2, "--prefix is empty"),
         (("init", "job.txt"), 2, "a name that ends in .yaml"),
         (("bucket", "abort-uploads", "x", "--older-than=-P1D"), 2, "'-P1D' is negative"),
+        (("bucket", "abort-uploads", "x", "--older-than", "1000000d"), 2, "write at most 5000w"),
+        (
+            ("dataset", "collect-garbage", "x", "y", "--min-age", "1000000d"),
+            2,
+            "write at most 5000w",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence_and_an_exit_code(run, settings, words, code, said):

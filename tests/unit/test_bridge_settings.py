@@ -171,6 +171,14 @@ def test_a_toml_file_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, result.stdout).source.url == "https://host/a.jsonl"
 
 
+def test_a_path_may_begin_with_a_variable(
+    tmp_path: Path, run: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "DATA", "/data")
+    found = read(tmp_path, run(make_file(pipeline={"input_uri": "${DATA}/raw/a.jsonl"})))
+    assert (found.source.url, found.source.include) == ("/data/raw", ["a.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

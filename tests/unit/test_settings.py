@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ByteSize, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors
 from millrace.checkpoints import MemberSettings
@@ -22,6 +22,7 @@ from millrace.datasets.settings import ShardingSettings
 from millrace.digest import dump_canonical_json
 from millrace.gradients import AggregatorSettings
 from millrace.settings import (
+    AsWritten,
     Duration,
     Size,
     escape_variables,
@@ -87,6 +88,25 @@ def test_every_missing_variable_is_named_with_its_file_and_line(tmp_path):
         load_settings(path, Model, {})
     assert f"ONE ({path}, line 4)" in str(refusal.value)
     assert f"TWO ({path}, line 6)" in str(refusal.value)
+
+
+def test_variables_are_filled_in_only_where_a_model_reads_them(tmp_path):
+    class Program(BaseModel):
+        files: Annotated[dict[str, str], AsWritten]
+        environment: dict[str, str]
+
+    class Part(BaseModel):
+        model_config = ConfigDict(extra="ignore")
+        program: Program
+
+    text = (
+        "other: ${UNSET}\n"
+        "program:\n  files: {a: 'x ${KEY} $${KEY} ${UNSET}'}\n  environment: {KEY: '${KEY}'}\n"
+    )
+    path = written(tmp_path, "a.yaml", text)
+    program = load_settings(path, Part, {"KEY": "secret"}).program
+    assert program.files == {"a": "x ${KEY} $${KEY} ${UNSET}"}
+    assert program.environment == {"KEY": "secret"}
 
 
 def test_an_empty_variable_counts_as_unset(tmp_path):

@@ -37,7 +37,9 @@ def deploy(server: PrefectServer, folder: Path) -> "subprocess.CompletedProcess[
 @pytest.mark.soak
 def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer, tmp_path: Path) -> None:
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
-    wanted = project["deployments"] = project["deployments"][:2]
+    wanted = project["deployments"] = [
+        one for one in project["deployments"] if one["name"] in {"campaign", "clean-bucket"}
+    ]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
     done = deploy(fresh_server, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,6 +49,7 @@ def test_deploy_needs_no_setup_before_it(fresh_server: PrefectServer, tmp_path: 
         f"{one['name']}/{one['name']}: deployed" for one in wanted
     ]
     assert len(lines) < 12
+    assert "clean-bucket: will delete by its new schedules: gradients-nightly (7 2" in done.stdout
     missing = "millrace-bucket/gradients, millrace-bucket/dataset, millrace-bucket/aggregator"
     assert f"Missing blocks: {missing}." in done.stdout
     assert "`millrace setup` makes them" in done.stdout
@@ -86,7 +89,14 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
     (wanted,) = (one for one in project["deployments"] if one["name"] == "reap-machines")
     wanted["name"] = f"reap-{uuid4().hex[:8]}"
-    wanted["schedules"].append({"cron": "1 1 * * *", "timezone": "UTC", "slug": "other"})
+    wanted["schedules"].append(
+        {
+            "cron": "1 1 * * *",
+            "timezone": "UTC",
+            "slug": "other",
+            "parameters": {"dry_run": True},
+        }
+    )
     project["deployments"] = [wanted]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
     assert deploy(prefect_api, tmp_path).returncode == 0
@@ -97,6 +107,11 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         first = client.read_deployment_by_name(name)
         (off,) = (one for one in first.schedules if one.slug == "every-15-minutes")
         client.update_deployment_schedule(first.id, off.id, active=False)
+        (set_,) = (one for one in first.schedules if one.slug == "other")
+        client.update_deployment_schedule(
+            first.id, set_.id, schedule=CronSchedule(cron="9 4 * * *"),
+            parameters={"dry_run": False, **own},
+        )  # fmt: skip
         client.create_deployment_schedules(
             first.id, [(CronSchedule(cron="*/5 * * * *"), True)], parameters=own
         )
@@ -108,8 +123,12 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         for line in (
             "stays paused", "its schedule every-15-minutes stays off", "*/5 * * * *",
             "its parameter bucket is set as in prefect.yaml", "keeps its parameter vast",
+            "keeps its parameter vast (schedule other)",
+            "its parameter dry_run is set as in prefect.yaml (schedule other)",
+            "its schedule other is set as in prefect.yaml: 1 1 * * *",
         ):  # fmt: skip
             assert line in again.stdout
+        assert again.stdout.count("its parameter vast") == 2
         second = client.read_deployment_by_name(name)
         assert second.paused
         assert second.parameters == {"bucket": "dataset", **own}
@@ -117,7 +136,8 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         found = {one.slug: one for one in second.schedules}
         stopped = found.pop("every-15-minutes")  # the server has removed its parameters
         assert (stopped.active, stopped.parameters) == (False, {"dry_run": False})
-        assert found.pop("other").active
+        other = found.pop("other")
+        assert (other.active, other.parameters) == (True, {"dry_run": True, **own})
         (kept,) = found.values()
         assert isinstance(kept.schedule, CronSchedule)
         assert (kept.schedule.cron, kept.active, kept.parameters) == ("*/5 * * * *", True, own)
@@ -125,8 +145,9 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
         client.delete_block_document(account)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
-    prefect_api: PrefectServer, tmp_path: Path
+    prefect_api: PrefectServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Prefect is ahead of the command, which is stopped before it has read the second name."""
     project = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
@@ -143,6 +164,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         command = subprocess.Popen(
             DEPLOY, cwd=tmp_path, env=prefect_api.environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=_hear_hangups,  # noqa: PLW1509 - it only sets a signal
         )  # fmt: skip
         assert command.stdout is not None
         next(line for line in command.stdout if line.endswith(": deployed\n"))  # the first one
@@ -150,7 +172,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         wait_until(
             lambda: "depth" not in client.read_deployment(ids[1]).parameters, "the second one"
         )
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         command.send_signal(signal.SIGCONT)
         _, said = command.communicate(timeout=60)
         assert command.returncode == 130, said
@@ -158,3 +180,7 @@ def test_a_deployment_that_is_stopped_keeps_what_people_have_set(
         assert [client.read_deployment(each).parameters for each in ids] == [own, own]
         for each in ids:
             client.delete_deployment(each)
+
+
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup

@@ -63,6 +63,16 @@ def test_machines_are_looked_at_rented_and_released(run: Run, vast: VastServer) 
     assert vast.list_alive() == []
 
 
+def test_variables_of_the_program_do_not_keep_a_machine_rented(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rent.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("run]}", "run], environment: {KEY: '${UNSET_KEY}'}}"))
+    assert "Rented: 0 machines" in run("machine", "list")
+    assert "has no rental 'fleet'" in run("machine", "release", "fleet", code=1)
+    assert "Released: 0 machines" in run("machine", "reap")
+    assert "UNSET_KEY" in run("machine", "rent", "--yes", code=2)
+
+
 def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
     said = run("machine", "rent", "--detach", "--yes")
     assert "fleet/0 runs at 127.0.0.1." in said

@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 
-from blocks.deploy import keep_changes, merge_parameters
+from blocks.deploy import keep_changes, merge_parameters, warn_of_deletions
 
 NIGHTLY = CronSchedule(cron="7 2 * * *", timezone="UTC")
 
@@ -96,24 +96,37 @@ def test_without_schedules_in_prefect_yaml_prefect_changes_none() -> None:
     assert keep({}, make_schedule(None)) == ({"name": "clean"}, [])
 
 
+def test_new_schedules_that_delete_are_named() -> None:
+    cron: dict[str, Any] = {"cron": "7 2 * * *"}
+    schedules = [
+        {**cron, "slug": "a", "parameters": {"dry_run": False}},
+        {**cron, "slug": "b", "parameters": {"dry_run": True}},
+        {**cron, "slug": "c", "parameters": {"dry_run": False}, "active": False},
+        {**cron, "slug": "d", "parameters": {"dry_run": False}},
+        {**cron, "slug": "e", "parameters": None},
+    ]
+    wanted = {"name": "clean", "tags": ["millrace", "cleaning"], "schedules": schedules}
+    existing = DeploymentResponse(name="clean", flow_id=uuid4(), schedules=[make_schedule("d")])
+    (line,) = warn_of_deletions(wanted, None)
+    assert "clean: will delete by its new schedules: a (7 2 * * *), d (7 2 * * *)." in line
+    (line,) = warn_of_deletions(wanted, existing)
+    assert "schedules: a (7 2 * * *)." in line
+    (line,) = warn_of_deletions({**wanted, "parameters": {"dry_run": False}}, existing)
+    assert "schedules: a (7 2 * * *), e (7 2 * * *)." in line
+    for other in ({"paused": True}, {"tags": ["millrace"]}, {"schedules": schedules[1:3]}):
+        assert not list(warn_of_deletions({**wanted, **other}, None))
+
+
 def test_parameters_of_people_are_kept_beside_those_of_prefect_yaml() -> None:
     block = {"$ref": {"block_document_id": str(uuid4())}}
     before = {"bucket": "mine", "pins": ["a"], "rules": block, "renamed": 1, "dry_run": True}
     parameters, lines = merge_parameters(
-        make_deployment(before), make_deployment({"bucket": "gradients", "dry_run": True})
+        before, {"bucket": "gradients", "dry_run": True}, {"bucket", "dry_run", "pins", "rules"}
     )
     assert parameters == {"bucket": "gradients", "dry_run": True, "pins": ["a"], "rules": block}
     assert lines == [
-        "clean: its parameter bucket is set as in prefect.yaml",
-        "clean: keeps its parameter pins",
-        "clean: keeps its parameter rules",
-        "clean: its flow has no parameter renamed any more",
+        "its parameter bucket is set as in prefect.yaml",
+        "keeps its parameter pins",
+        "keeps its parameter rules",
+        "its flow has no parameter renamed any more",
     ]
-
-
-def make_deployment(parameters: dict[str, Any]) -> DeploymentResponse:
-    taken = {name: {"type": "string"} for name in ("bucket", "dry_run", "pins", "rules")}
-    return DeploymentResponse(
-        name="clean", flow_id=uuid4(), parameters=parameters,
-        parameter_openapi_schema={"type": "object", "properties": taken},
-    )  # fmt: skip

@@ -77,7 +77,7 @@ def dataset(value: str, *, own: bool = True) -> list[BucketSettings]:
 
 def test_the_bucket_list_may_be_urls() -> None:
     urls = [f"r2://{OTHER}/one", "s3://two"]
-    for value in (json.dumps(urls), ", ".join(urls)):
+    for value in (json.dumps(urls), ", ".join(urls), f"'{json.dumps(urls)}'"):
         (found,) = dataset(value)
         assert list(found.mirrors) == urls
 
@@ -89,7 +89,7 @@ def test_the_bucket_list_may_be_buckets_with_keys_of_their_own(tmp_path: Path) -
     ]
     file = tmp_path / "buckets.json"
     file.write_text(json.dumps(entries))
-    for value in (json.dumps(entries), str(file)):
+    for value in (json.dumps(entries), f"'{json.dumps(entries)}'", str(file)):
         one, two, bucket = dataset(value)
         assert bucket.mirrors == ("dataset-mirror-1", "dataset-mirror-2")
         assert (one.name, one.bucket, list(one.key_pairs)) == ("dataset-mirror-1", "one", RIGHTS)
@@ -150,6 +150,9 @@ def test_a_loader_gets_the_bucket_and_its_mirrors_without_a_server() -> None:
         (json.dumps(["s3://x", {"account_id": ACCOUNT}]), "Entry 2 .* has no 'credentials'"),
         ('["s3://x", 7]', "Entry 2 .* is of another form"),
         (json.dumps([{"account_id": "x", "credentials": {"read": PAIR}}]), "no R2 account"),
+        (json.dumps({"endpoint": "https://x", "credentials": {"read": PAIR}}), "neither a JSON"),
+        (json.dumps(["s3://x", f"s3://y {json.dumps(PAIR)}"]), "Entry 2 .* neither a URL"),
+        ("s3://x, a secret", "neither a JSON list, nor URLs"),
     ],
 )
 def test_a_bucket_list_of_another_form_is_refused_without_its_secrets(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel, SecretStr
 
 from millrace.campaigns import TrainingOptions
@@ -18,7 +19,7 @@ from millrace.rentals import (
     check_offer_id,
 )
 from millrace.rented_sharding import VastFileSettings
-from millrace.settings import validate_settings
+from millrace.settings import load_settings, validate_settings
 from millrace.storage import Credentials, StoreSpec
 from tests.support.rentals.parts import make_settings
 
@@ -32,6 +33,26 @@ def test_a_rental_is_made_of_a_name_a_ledger_and_what_to_rent(tmp_path: Path) ->
         {name: getattr(settings, name) for name in MachineSettings.model_fields}
     )
     assert RentalSettings.make("fleet", settings.ledger, rent) == settings
+
+
+def test_the_files_of_a_program_arrive_as_they_are_written(tmp_path: Path) -> None:
+    text = "store: {url: ${MILLRACE_STORE}, key: ${AWS_SECRET_ACCESS_KEY}, price: $${NAME}}\n"
+    data = make_settings(tmp_path).ledger.reveal_secrets() | {
+        "name": "fleet",
+        "request": OFFER,
+        "program": {
+            "repo_url": "https://example.com/code",
+            "command": ["millrace", "run", "settings.yaml"],
+            "files": {"settings.yaml": text},
+            "environment": {"TOKEN": "${TOKEN}"},
+        },
+    }
+    path = tmp_path / "rent.yaml"
+    path.write_text(yaml.safe_dump(data))
+    environ = {"AWS_SECRET_ACCESS_KEY": "the owner's", "TOKEN": "for the machine"}
+    program = load_settings(path, RentalSettings, environ).program
+    assert program.files == {"settings.yaml": text}
+    assert program.environment == {"TOKEN": "for the machine"}
 
 
 def test_a_ledger_comes_back_from_json_with_its_secrets(tmp_path: Path) -> None:
