@@ -63,6 +63,9 @@ class Pages(NamedTuple):
     first_rows: Numbers
 
 
+_NO_PAGES = Pages(*(np.zeros(0, np.int64) for _ in Pages._fields))
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
     """One stored part of a column in a row group. Most columns have one part.
@@ -390,7 +393,7 @@ def _make_layout(
             for chunk in group[_CHUNKS].content
             if chunk[_METADATA].content[_PATH].content[0] == column
         ]
-        found.append([_make_part(chunk) for chunk in chunks])
+        found.append([_make_part(chunk, rows[-1]) for chunk in chunks])
     starts = np.cumsum(np.array(rows, np.int64))
     if starts[-1] != footer[_FILE_ROWS].content or min(rows) < 0 or not all(found):
         raise thrift.ThriftError("its row groups do not have its rows")
@@ -416,14 +419,16 @@ def estimate_layout_size(groups: Sequence[Sequence[ColumnPart]]) -> int:
     return _PART_BYTES * len(parts) + sum(pages)
 
 
-def _make_part(chunk: Fields) -> tuple[ColumnPart, tuple[int, int] | None]:
+def _make_part(chunk: Fields, rows: int) -> tuple[ColumnPart, tuple[int, int] | None]:
     """Return a part of a column, and the range of its offset index."""
     metadata: Fields = chunk[_METADATA].content
+    kept = {number: metadata[number] for number in (_TYPE, _ENCODINGS, _PATH, _CODEC)}
+    if rows == 0:  # it has no pages, and pyarrow writes no place
+        return ColumnPart(kept, 0, 0, 0, _NO_PAGES), None
     data = metadata[_DATA_OFFSET].content
     start = data
     if dictionary := metadata.get(_DICTIONARY_OFFSET):
         start = min(start, dictionary.content) if dictionary.content > 0 else start
-    kept = {number: metadata[number] for number in (_TYPE, _ENCODINGS, _PATH, _CODEC)}
     part = ColumnPart(kept, start, data, start + metadata[_BYTES].content, None)
     if not 0 < part.start <= part.data <= part.end:
         raise thrift.ThriftError("a column has no place in the file")

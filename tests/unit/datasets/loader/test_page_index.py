@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -222,6 +223,29 @@ def test_a_damaged_index_is_left_out_with_a_warning(
     caplog.clear()
     assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
     assert not caplog.records
+
+
+@pytest.mark.parametrize("column", ["text", "struct"])
+@pytest.mark.parametrize("dictionary", [True, False])
+@pytest.mark.parametrize("index", [True, False])
+def test_files_and_row_groups_without_rows_are_passed_over(
+    index: bool, dictionary: bool, column: str, tmp_path: Path
+) -> None:
+    options = {"write_page_index": index, "use_dictionary": dictionary}
+    write(tmp_path / "a.parquet", 0, **options)
+    write(tmp_path / "b.parquet", 250, **options)
+    table = cast("Any", pq).read_table(tmp_path / "b.parquet")
+    with cast("Any", pq).ParquetWriter(tmp_path / "c.parquet", table.schema, **options) as writer:
+        for start, rows in ((0, 0), (0, 120), (120, 0), (120, 130), (250, 0)):
+            writer.write_table(table.slice(start, rows))
+    loader = PageLoader(tmp_path.as_uri(), column)
+    pages = read_all(loader)
+    assert list(chain.from_iterable(pages)) == table.column(column).to_pylist() * 2
+    report = index_pages(tmp_path.as_uri(), column)
+    assert (report.files, report.rows) == (3, 500)
+    assert read_all(PageLoader(tmp_path.as_uri(), column)) == pages
+    with pytest.raises(errors.ConfigurationError, match="have no rows"):
+        PageLoader(tmp_path.as_uri(), column, include=("a.parquet",))
 
 
 def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
