@@ -10,7 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace import errors
-from millrace.datasets.loader.column import ColumnLayout, ReadRows, read_layout, read_rows
+from millrace.datasets.loader.column import (
+    ColumnLayout,
+    ReadRows,
+    measure_groups,
+    read_layout,
+    read_rows,
+)
+from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.table import iterate_files
@@ -98,6 +105,55 @@ def test_the_rows_are_those_that_were_written(
             found.values.to_pylist() == TABLE.column(column).slice(start, end - start).to_pylist()
         )
         assert found.is_exact == layout.has_pages == (index and column in PAGED)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_the_values_of_few_rows_keep_no_memory_of_others(index: bool, tmp_path: Path) -> None:
+    file = write(tmp_path, group=ROWS, page_rows=ROWS, write_page_index=index)
+    for column in TABLE.column_names:
+        _, found = read(tmp_path, file, column, 500, 520)
+        assert found.values.to_pylist() == TABLE.column(column).slice(500, 20).to_pylist()
+        _, whole = read(tmp_path, file, column, 0, ROWS)
+        assert found.values.get_total_buffer_size() < whole.values.get_total_buffer_size() // 20
+
+
+@pytest.mark.parametrize("column", ["text", "struct"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_row_group_that_is_read_as_a_whole_has_its_size(
+    index: bool, column: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, group=500, write_page_index=index)
+    layout = decode_layout(encode_layout(read_layout(LocalFiles(tmp_path), file, column)))
+    metadata = pq.ParquetFile(tmp_path / file.path).metadata
+    sizes = [
+        sum(
+            one.total_uncompressed_size
+            for one in map(metadata.row_group(group).column, range(metadata.num_columns))
+            if one.path_in_schema.split(".")[0] == column
+        )
+        for group in range(4)
+    ]
+    is_exact = index and column == "text"
+    assert measure_groups(layout, 600, 700) == (0 if is_exact else sizes[1])
+    assert measure_groups(layout, 0, ROWS) == (0 if is_exact else max(sizes))
+
+
+def test_a_row_group_that_is_too_large_to_be_read_as_a_whole_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, write_page_index=False)
+    monkeypatch.setattr("millrace.datasets.loader.column._MAX_RAW_BYTES", 9_000)
+    with pytest.raises(
+        errors.ConfigurationError,
+        match=r"a\.parquet has a row group .* no index of its pages.*smaller row groups, or with",
+    ):
+        read(tmp_path, file, "text", 500, 600)
+    with pytest.raises(
+        errors.ConfigurationError, match=r"the column has several parts.*smaller row groups\.$"
+    ):
+        read(tmp_path, file, "struct", 500, 600)
+    file = write(tmp_path)
+    assert read(tmp_path, file, "text", 500, 600)[1].is_exact
 
 
 def test_a_read_of_one_page_fetches_one_page(tmp_path):
