@@ -451,7 +451,9 @@ def _make_layout(
         if index and not more:
             pages = _read_pages(_read_range(reader, *index), part, count)
             metadata = {number: part.metadata[number] for number in _KEPT}
-            groups.append([replace(part, metadata=metadata, pages=pages)])
+            # Some writers name the dictionary as the first data page.
+            data = int(pages.offsets[0])
+            groups.append([replace(part, metadata=metadata, data=data, pages=pages)])
         else:
             groups.append([part for part, _ in parts])
     return ColumnLayout(schema, groups, starts, estimate_layout_size(groups))

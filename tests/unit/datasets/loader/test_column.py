@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace import errors
+from millrace.datasets import thrift
 from millrace.datasets.loader.column import (
     ColumnLayout,
     ReadRows,
@@ -220,6 +221,28 @@ def test_a_damaged_footer_is_an_error_or_changes_nothing(tmp_path):
         if layout.rows == ROWS:
             assert found.values.to_pylist() == expected
     assert min(outcomes.values()) > 20
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_dictionary_may_be_named_as_the_first_data_page(index: bool, tmp_path: Path) -> None:
+    """Some writers do so, and name no dictionary."""
+    file = write(tmp_path, use_dictionary=True, write_page_index=index)
+    path = tmp_path / file.path
+    body = path.read_bytes()
+    end = len(body) - 8 - int.from_bytes(body[-8:-4], "little")
+    footer, _ = thrift.decode_struct(body[end:-8])
+    for group in footer[4].content:
+        for chunk in group[1].content:
+            metadata = chunk[3].content
+            if 11 in metadata:
+                metadata[9] = metadata.pop(11)
+    changed = thrift.encode_struct(footer)
+    path.write_bytes(body[:end] + changed + len(changed).to_bytes(4, "little") + b"PAR1")
+    assert pq.read_table(path).equals(TABLE)
+    for column in TABLE.column_names:
+        _, found = read(tmp_path, describe(tmp_path), column, 1500, 1600)
+        assert found.values.to_pylist() == TABLE.column(column).slice(1500, 100).to_pylist()
+        assert found.is_exact == (index and column in PAGED)
 
 
 def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path):
