@@ -11,7 +11,7 @@ import yaml
 
 from millrace import errors
 from millrace.datasets.loader.draw import Page, PageTable
-from millrace.datasets.sources.files import Patterns
+from millrace.datasets.sources.files import LocatedFiles, Patterns
 from millrace.storage import Store, read
 
 SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
@@ -65,11 +65,11 @@ class TemplarConfig:
         return found
 
 
-def read_templar_index(store: Store) -> dict[str, TemplarConfig]:
+def read_templar_index(store: Store | LocatedFiles) -> dict[str, TemplarConfig]:
     """Return the configs of a dataset by their names; empty if it has no index. Two requests.
 
     Args:
-        store: Store of the dataset, below whose URL the index objects are.
+        store: Store or files of the dataset, below whose URL the index objects are.
 
     Raises:
         CorruptError: An index object cannot be read.
@@ -155,15 +155,23 @@ def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: 
     return [Page(numbers[path], lower, upper) for path, lower, upper in config.locate(start, end)]
 
 
-def _read_object(store: Store, key: str) -> Any:
-    body = read(store, key, max_size=_MAX_BYTES)
+def _read_object(store: Store | LocatedFiles, key: str) -> Any:
+    if isinstance(store, Store):
+        body = read(store, key, max_size=_MAX_BYTES)
+    else:
+        file = store.find(key)
+        if file is None:
+            raise errors.NotFoundError(f"There is no {store.make_url(key)}.")
+        if file.size > _MAX_BYTES:
+            raise _make_error(store, key, ValueError(f"it has {file.size:,} bytes"))
+        body = store.read(file)
     try:
         return orjson.loads(body) if key.endswith(".json") else yaml.safe_load(body)
     except (orjson.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise _make_error(store, key, error) from error
 
 
-def _make_error(store: Store, key: str, error: Exception) -> errors.CorruptError:
+def _make_error(store: Store | LocatedFiles, key: str, error: Exception) -> errors.CorruptError:
     return errors.CorruptError(
         f"{store.make_url(key)} is no index of a dataset ({type(error).__name__}: "
         f"{str(error)[:200]}). Make the index again."
