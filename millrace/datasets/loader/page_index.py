@@ -66,16 +66,27 @@ class ListedFiles:
     def collect(cls, files: SourceFiles, include: Sequence[str]) -> "ListedFiles":
         """List files and indexes in one listing.
 
+        Files whose names cannot be read are left out, with a warning.
+
         Raises:
-            NotFoundError: No file matches the patterns.
+            NotFoundError: No file matches the patterns, or none has a name that can be read.
         """
         table = files.collect(_FilesWithIndexes(include))
         listed, indexes = list[FileRef](), dict[str, FileRef]()
+        left_out, example = 0, ""
         for _, file, reason in iterate_files(table, local=files.is_local):
             if is_page_index(file.path):
                 indexes[file.path] = file
-            elif not reason:
+            elif reason:
+                left_out += 1
+                example = example or f"{files.make_url(file.path)}: {reason}"
+            else:
                 listed.append(file)
+        if left_out:
+            sentence = f"{format_count(left_out, 'file')} cannot be read by name, such as {example}"
+            if not listed:
+                raise errors.NotFoundError(f"{sentence}. There are no others. Rename them.")
+            _log.warning("%s. The loader leaves them out. Rename them.", sentence)
         if not listed:
             list_files(files, Patterns(include))  # raises the error of an empty listing
         return cls(listed, indexes)

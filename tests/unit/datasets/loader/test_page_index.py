@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -246,6 +247,22 @@ def test_files_and_row_groups_without_rows_are_passed_over(
     assert read_all(PageLoader(tmp_path.as_uri(), column)) == pages
     with pytest.raises(errors.ConfigurationError, match="have no rows"):
         PageLoader(tmp_path.as_uri(), column, include=("a.parquet",))
+
+
+def test_files_whose_names_cannot_be_read_are_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = read_all(PageLoader(str(folder)))
+    for name in ("b\tc.parquet", "b\nd.parquet"):
+        write(folder / name, 10)
+    with caplog.at_level(logging.WARNING):
+        assert read_all(PageLoader(str(folder))) == pages
+        assert index_pages(str(folder)).files == len(ROWS)
+    said = r"2 files cannot be read by name, such as file:.*b\\x09c\.parquet: .*control characters"
+    assert [bool(re.search(said, one.message)) for one in caplog.records] == [True, True]
+    for act in (PageLoader, index_pages):
+        with pytest.raises(errors.NotFoundError, match=rf"{said}.*Rename"):
+            act(str(folder), include=["b*"])
 
 
 def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
