@@ -39,7 +39,7 @@ from millrace.datasets.loader.page_index import (
     find_index,
     warn_of_stale,
 )
-from millrace.datasets.sources.files import READ_AHEAD_BYTES, SourceFiles, fetch_ahead
+from millrace.datasets.sources.files import READ_AHEAD_BYTES, Patterns, SourceFiles, fetch_ahead
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.threads import DaemonThreadPool
 
@@ -96,6 +96,9 @@ class PageLoader:
     later is an error, so that two versions are not mixed. Several threads may use a loader. So may
     a process that was forked, such as a worker of a `DataLoader`: it sends its own requests.
 
+    Where the folder has Templar's index of the files, ``_shard_sizes.json``, the files are those
+    that it names. Others are left out, with a warning.
+
     Places of pages come from the index of the pages, where `millrace dataset index` has made one.
     For other files, and for those that were written since, the end of each file is read.
 
@@ -148,10 +151,14 @@ class PageLoader:
         listed = ListedFiles.collect(self._opened, include)
         if isinstance(self._opened, MirroredStoreFiles):
             self._listed = self._opened.listed
-        self._refs = listed.files
         self._index = find_index(self._opened, listed, column)
-        self._entries = [self._index.find(file) if self._index else None for file in self._refs]
         indexed = self._index.paths if self._index else set[str]()
+        is_indexed = all(file.path in indexed for file in listed.files)
+        # `index_pages` has left out what Templar's index does not name.
+        self._refs = (
+            listed.files if is_indexed else listed.select_named(self._opened, Patterns(include))
+        )
+        self._entries = [self._index.find(file) if self._index else None for file in self._refs]
         self.stale = tuple(
             file.path
             for file, entry in zip(self._refs, self._entries, strict=True)

@@ -1,8 +1,8 @@
 """Read the indexes that Templar's datasets have: configs, their files, and the rows of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import yaml
 
 from millrace import errors
 from millrace.datasets.loader.draw import Page, PageTable
-from millrace.datasets.sources.files import LocatedFiles, Patterns
+from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles
+from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, read
 
 SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
@@ -128,10 +129,7 @@ def match_files(
     """
     numbers = {path: number for number, path in enumerate(paths)}
     named = [path for config in configs for path, _ in config.files]
-    levels = zip(*(path.split("/")[:-1] for path in named), strict=False)
-    folder = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
-    for depth in range(len(folder) + 1):
-        start = len("/".join([*folder[:depth], ""]))
+    for start in _iterate_beginnings(named):
         found = {path: numbers[path[start:]] for path in named if path[start:] in numbers}
         if found:
             break
@@ -144,6 +142,46 @@ def match_files(
                 "the index again."
             )
     return found
+
+
+def find_named(
+    files: SourceFiles, index: FileRef, paths: Sequence[str], patterns: Patterns
+) -> set[str]:
+    """Return the paths of listed files that ``_shard_sizes.json`` names.
+
+    An index of which a file is not there is not that of the files, so all of them are returned.
+
+    Args:
+        files: Files of the dataset.
+        index: The index object.
+        paths: Paths of the listed files.
+        patterns: Patterns of the listed files.
+
+    Raises:
+        CorruptError: The index cannot be read.
+    """
+    if index.size > _MAX_BYTES:
+        raise _make_error(files, index.path, ValueError(f"it has {index.size:,} bytes"))
+    listed = set(paths)
+    try:
+        sizes: dict[str, dict[str, Any]] = orjson.loads(files.read(index))
+        shards = chain.from_iterable(config["shards"] for config in sizes.values() if config)
+        named = [str(shard["path"]) for shard in shards]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _make_error(files, index.path, error) from error
+    for start in _iterate_beginnings(named):
+        chosen = {path[start:] for path in named if patterns.matches(path[start:])}
+        if chosen and chosen <= listed:
+            return chosen
+    return listed
+
+
+def _iterate_beginnings(paths: Sequence[str]) -> Iterator[int]:
+    """Yield the lengths of the folders in which all paths are, from none on."""
+    levels = zip(*(path.split("/")[:-1] for path in paths), strict=False)
+    folder = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
+    for depth in range(len(folder) + 1):
+        yield len("/".join([*folder[:depth], ""]))
 
 
 def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: int) -> list[Page]:
@@ -171,7 +209,7 @@ def _read_object(store: Store | LocatedFiles, key: str) -> Any:
         raise _make_error(store, key, error) from error
 
 
-def _make_error(store: Store | LocatedFiles, key: str, error: Exception) -> errors.CorruptError:
+def _make_error(store: Store | SourceFiles, key: str, error: Exception) -> errors.CorruptError:
     return errors.CorruptError(
         f"{store.make_url(key)} is no index of a dataset ({type(error).__name__}: "
         f"{str(error)[:200]}). Make the index again."

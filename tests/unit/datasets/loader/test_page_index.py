@@ -294,6 +294,45 @@ def test_each_column_has_its_own_index(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("beginning", ["", "bucket/", "other/deep/"])
+def test_files_that_templars_index_does_not_name_are_left_out(
+    beginning: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = ("0.parquet", "1.parquet", "deep/2.parquet")
+    expected = read_all(PageLoader(str(folder)))
+    for path in ("00.parquet", "deep/0.parquet"):
+        write(folder / path, 300)
+    assert len(PageLoader(str(folder)).paths) == 5
+    shards = [
+        {"path": f"{beginning}{path}", "num_rows": rows}
+        for path, rows in zip(paths, ROWS, strict=True)
+    ]
+    sizes = {"a": {"shards": shards[:1]}, "b": {"shards": shards[1:]}, "c": None}
+    (folder / "_shard_sizes.json").write_text(json.dumps(sizes))
+    said = r"_shard_sizes\.json does not name 2 files, such as 00\.parquet.*Delete them"
+    for _ in range(2):
+        caplog.clear()
+        loader = PageLoader(str(folder))
+        assert loader.paths == list(paths)
+        assert read_all(loader) == expected
+        (record,) = caplog.records
+        assert re.search(said, record.message)
+        report = index_pages(str(folder))  # also of the second loader
+        assert (report.files, report.rows, report.is_current) == (3, sum(ROWS), True)
+    for path in ("00.parquet", "deep/0.parquet"):
+        (folder / path).unlink()
+    caplog.clear()
+    assert read_all(PageLoader(str(folder))) == expected
+    write(folder / "00.parquet", 300)
+    assert not caplog.records
+    assert PageLoader(str(folder), include=["00*"]).paths == ["00.parquet"]
+    (folder / "1.parquet").unlink()  # then it is not the index of these files
+    assert PageLoader(str(folder)).paths == ["0.parquet", "00.parquet", "deep/2.parquet"]
+    (folder / "_shard_sizes.json").write_text("{")
+    with pytest.raises(errors.CorruptError, match=r"_shard_sizes\.json is no index"):
+        PageLoader(str(folder))
+
+
 def test_an_index_says_where_templars_has_other_rows(folder: Path) -> None:
     paths = ("0.parquet", "1.parquet", "deep/2.parquet")
     shards = [
