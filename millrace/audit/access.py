@@ -434,9 +434,7 @@ class _CredentialProbe:
 
     def _open_bucket_root(self, store: Store) -> Store:
         """Return the store of the whole bucket."""
-        below = f"/{store.location.prefix}" if store.location.prefix else ""
-        url = store.url.removesuffix(below)
-        return self._open_store(store.spec.model_copy(update={"url": url}))
+        return self._open_store(store.spec.model_copy(update={"url": store.bucket_url}))
 
     def _attempt_access(self, areas: "list[_ForbiddenArea]") -> None:
         """Write, list, delete and read in forbidden areas; raise the error of a refusal.

@@ -115,7 +115,7 @@ def _make_source_grant(source: StoreSpec) -> MachineGrant:
             f"The source {store.url} is a whole bucket, and rented machines get credentials for a "
             "prefix only: move the files below a prefix."
         )
-    root = source.model_copy(update={"url": store.url.removesuffix(f"/{prefix}")})
+    root = source.model_copy(update={"url": store.bucket_url})
     return MachineGrant(open_store(root, make_folder=False), (f"{prefix}/",), Right.READ)
 
 

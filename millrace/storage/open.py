@@ -107,6 +107,11 @@ class Store:
         """URL of the store, without credentials."""
         return str(self.location)
 
+    @property
+    def bucket_url(self) -> str:
+        """URL of the whole bucket, without credentials."""
+        return str(replace(self.location, prefix=""))
+
     def with_retry_timeout(self, retry_timeout: timedelta) -> "Store":
         """Return the same store with another limit on the time for retries."""
         return replace(self, spec=self.spec.model_copy(update={"retry_timeout": retry_timeout}))

@@ -39,6 +39,7 @@ _NAME, _CHILDREN = 4, 5  # of an element of the schema
 _CHUNKS, _GROUP_BYTES, _GROUP_ROWS = 1, 2, 3  # of a row group
 _FILE_OFFSET, _METADATA, _INDEX_OFFSET, _INDEX_SIZE = 2, 3, 4, 5  # of a column chunk
 _TYPE, _ENCODINGS, _PATH, _CODEC, _VALUES, _RAW_BYTES, _BYTES = range(1, 8)  # of its metadata
+_KEPT = (_TYPE, _ENCODINGS, _PATH, _CODEC)
 _DATA_OFFSET, _DICTIONARY_OFFSET = 9, 11
 _LOCATIONS = 1  # of an offset index
 _OFFSET, _SIZE, _FIRST_ROW = 1, 2, 3  # of the location of a page
@@ -63,12 +64,15 @@ class Pages(NamedTuple):
     first_rows: Numbers
 
 
+_NO_PAGES = Pages(*(np.zeros(0, np.int64) for _ in Pages._fields))
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
     """One stored part of a column in a row group. Most columns have one part.
 
     Attributes:
-        metadata: Its metadata, without statistics.
+        metadata: Its metadata, without statistics. Without pages, it has the size of its values.
         start: Offset of its first byte in the file.
         data: Offset of its first data page. A dictionary is before it.
         end: Offset of the byte after it.
@@ -80,6 +84,13 @@ class ColumnPart:
     data: int
     end: int
     pages: Pages | None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of its values before compression, as far as they are known."""
+        stated = self.metadata.get(_RAW_BYTES)
+        known = stated.content if stated and stated.kind == thrift.I64 else 0
+        return max(known, self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,40 @@ def read_layout(files: SourceFiles, file: FileRef, column: str) -> ColumnLayout:
         raise _make_damage_error(url, error) from error
 
 
+def measure_groups(layout: ColumnLayout, start: int, end: int) -> int:
+    """Return about the memory of the largest row group that is fetched whole for some rows.
+
+    Args:
+        layout: Layout of the column in the file.
+        start: Number of the first row.
+        end: Number of the row after the last one.
+
+    Raises:
+        ValueError: There are no such rows.
+    """
+    groups = (layout.groups[number] for number in _find_groups(layout, start, end))
+    return max((_measure_whole(parts) for parts in groups), default=0)
+
+
+def _measure_whole(parts: Sequence[ColumnPart]) -> int:
+    """Return about the memory of a row group; 0 if single pages of it are read."""
+    if len(parts) == 1 and parts[0].pages is not None:
+        return 0
+    return sum(part.memory for part in parts)
+
+
+def _find_groups(layout: ColumnLayout, start: int, end: int) -> range:
+    """Return the numbers of the row groups that have some rows.
+
+    Raises:
+        ValueError: There are no such rows.
+    """
+    if not 0 <= start < end <= layout.rows:
+        raise ValueError(f"there are no rows from {start} to {end} in {layout.rows} rows")
+    first = int(np.searchsorted(layout.starts, start, "right")) - 1
+    return range(first, int(np.searchsorted(layout.starts, end, "left")))
+
+
 def read_rows(
     files: SourceFiles, file: FileRef, layout: ColumnLayout, start: int, end: int
 ) -> ReadRows:
@@ -174,25 +219,24 @@ def read_rows(
         end: Number of the row after the last one.
 
     Raises:
+        ConfigurationError: A row group that has to be fetched whole is too large.
         CorruptError: The pages are damaged, or are not those that the layout describes.
         ChangedError: The file has changed or is gone.
     """
-    if not 0 <= start < end <= layout.rows:
-        raise ValueError(f"there are no rows from {start} to {end} in {layout.rows} rows")
     found: list[Any] = []
     fetched, is_exact = 0, True
-    first = int(np.searchsorted(layout.starts, start, "right")) - 1
-    last = int(np.searchsorted(layout.starts, end, "left"))
-    for number in range(first, last):
+    for number in _find_groups(layout, start, end):
         group_start, group_end = int(layout.starts[number]), int(layout.starts[number + 1])
         lower, upper = max(start, group_start), min(end, group_end)
         if lower == upper:  # the row group has no rows
             continue
+        parts = layout.groups[number]
+        if _measure_whole(parts) > _MAX_RAW_BYTES:
+            raise _make_size_error(files.make_url(file.path), parts)
         try:
             wanted = _select_pages(
-                layout.groups[number], group_end - group_start, lower - group_start,
-                upper - group_start,
-            )  # fmt: skip
+                parts, group_end - group_start, lower - group_start, upper - group_start
+            )
             decode = partial(_fetch_column, schema=layout.schema, wanted=wanted)
             values = read_checked(files, file, decode, _DAMAGE)
         except MemoryError:  # Arrow's is an `ArrowException`, too
@@ -201,7 +245,10 @@ def read_rows(
             where = files.make_url(file.path)
             reason = ValueError(f"rows {start} to {end - 1}: {error}")
             raise _make_damage_error(where, reason) from error
-        found += values.slice(wanted.skipped, upper - lower).chunks
+        chunks = values.slice(wanted.skipped, upper - lower).chunks
+        if upper - lower < wanted.rows:  # a slice would keep the memory of all rows
+            chunks = [cast("Any", pa).concat_arrays([chunk]) for chunk in chunks]
+        found += chunks
         fetched += sum(end - start for start, end in wanted.ranges)
         is_exact &= wanted.is_exact
     return ReadRows(cast("Any", pa).chunked_array(found), fetched, is_exact)
@@ -390,7 +437,7 @@ def _make_layout(
             for chunk in group[_CHUNKS].content
             if chunk[_METADATA].content[_PATH].content[0] == column
         ]
-        found.append([_make_part(chunk) for chunk in chunks])
+        found.append([_make_part(chunk, rows[-1]) for chunk in chunks])
     starts = np.cumsum(np.array(rows, np.int64))
     if starts[-1] != footer[_FILE_ROWS].content or min(rows) < 0 or not all(found):
         raise thrift.ThriftError("its row groups do not have its rows")
@@ -403,7 +450,10 @@ def _make_layout(
         (part, index), *more = parts
         if index and not more:
             pages = _read_pages(_read_range(reader, *index), part, count)
-            groups.append([replace(part, pages=pages)])
+            metadata = {number: part.metadata[number] for number in _KEPT}
+            # Some writers name the dictionary as the first data page.
+            data = int(pages.offsets[0])
+            groups.append([replace(part, metadata=metadata, data=data, pages=pages)])
         else:
             groups.append([part for part, _ in parts])
     return ColumnLayout(schema, groups, starts, estimate_layout_size(groups))
@@ -416,14 +466,16 @@ def estimate_layout_size(groups: Sequence[Sequence[ColumnPart]]) -> int:
     return _PART_BYTES * len(parts) + sum(pages)
 
 
-def _make_part(chunk: Fields) -> tuple[ColumnPart, tuple[int, int] | None]:
+def _make_part(chunk: Fields, rows: int) -> tuple[ColumnPart, tuple[int, int] | None]:
     """Return a part of a column, and the range of its offset index."""
     metadata: Fields = chunk[_METADATA].content
+    kept = {number: metadata[number] for number in (*_KEPT, _RAW_BYTES)}
+    if rows == 0:  # it has no pages, and pyarrow writes no place
+        return ColumnPart(kept, 0, 0, 0, _NO_PAGES), None
     data = metadata[_DATA_OFFSET].content
     start = data
     if dictionary := metadata.get(_DICTIONARY_OFFSET):
         start = min(start, dictionary.content) if dictionary.content > 0 else start
-    kept = {number: metadata[number] for number in (_TYPE, _ENCODINGS, _PATH, _CODEC)}
     part = ColumnPart(kept, start, data, start + metadata[_BYTES].content, None)
     if not 0 < part.start <= part.data <= part.end:
         raise thrift.ThriftError("a column has no place in the file")
@@ -452,6 +504,16 @@ def _read_pages(index: bytes, part: ColumnPart, rows: int) -> Pages:
     ):
         raise thrift.ThriftError("its offset index does not fit its pages")
     return Pages(*(np.ascontiguousarray(one) for one in (offsets, ends, first_rows)))
+
+
+def _make_size_error(url: str, parts: Sequence[ColumnPart]) -> errors.ConfigurationError:
+    reason, remedy = "the file has no index of its pages", ", or with `write_page_index=True`"
+    if len(parts) > 1:
+        reason, remedy = "the column has several parts", ""
+    return errors.ConfigurationError(
+        f"{url} has a row group with more than {_MAX_RAW_BYTES >> 20:,} MiB in the column, and it "
+        f"is read as a whole, since {reason}. Write the file with smaller row groups{remedy}."
+    )
 
 
 def _make_damage_error(url: str, error: Exception) -> errors.CorruptError:

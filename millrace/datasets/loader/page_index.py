@@ -17,7 +17,12 @@ import numpy as np
 from millrace import errors
 from millrace.datasets.loader.column import ColumnLayout, read_layout
 from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
-from millrace.datasets.loader.templar_index import SHARD_SIZES, match_files, read_templar_index
+from millrace.datasets.loader.templar_index import (
+    SHARD_SIZES,
+    find_named,
+    match_files,
+    read_templar_index,
+)
 from millrace.datasets.sources import is_store_url, open_files
 from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles, list_files
 from millrace.datasets.sources.table import iterate_files
@@ -43,11 +48,11 @@ _ATTEMPTS = 10  # indexes of others that are committed meanwhile
 
 
 class _FilesWithIndexes(Patterns):
-    """Patterns of files, and of the indexes of their pages."""
+    """Patterns of files, and of the indexes of the files and of their pages."""
 
     def matches(self, path: str) -> bool:
         """Decide whether a path is that of a file or of an index."""
-        return is_page_index(path) or super().matches(path)
+        return path == SHARD_SIZES or is_page_index(path) or super().matches(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +62,71 @@ class ListedFiles:
     Attributes:
         files: Files with rows, in the order of their paths.
         indexes: Objects of indexes, by their paths.
+        sizes: Templar's index of the files; None if there is none.
     """
 
     files: list[FileRef]
     indexes: dict[str, FileRef]
+    sizes: FileRef | None
 
     @classmethod
     def collect(cls, files: SourceFiles, include: Sequence[str]) -> "ListedFiles":
         """List files and indexes in one listing.
 
+        Files whose names cannot be read are left out, with a warning.
+
         Raises:
-            NotFoundError: No file matches the patterns.
+            NotFoundError: No file matches the patterns, or none has a name that can be read.
         """
         table = files.collect(_FilesWithIndexes(include))
         listed, indexes = list[FileRef](), dict[str, FileRef]()
+        sizes: FileRef | None = None
+        left_out, example = 0, ""
         for _, file, reason in iterate_files(table, local=files.is_local):
-            if is_page_index(file.path):
+            if file.path == SHARD_SIZES:
+                sizes = file
+            elif is_page_index(file.path):
                 indexes[file.path] = file
-            elif not reason:
+            elif reason:
+                left_out += 1
+                example = example or f"{files.make_url(file.path)}: {reason}"
+            else:
                 listed.append(file)
+        if left_out:
+            sentence = f"{format_count(left_out, 'file')} cannot be read by name, such as {example}"
+            if not listed:
+                raise errors.NotFoundError(f"{sentence}. There are no others. Rename them.")
+            _log.warning("%s. They are left out. Rename them.", sentence)
         if not listed:
             list_files(files, Patterns(include))  # raises the error of an empty listing
-        return cls(listed, indexes)
+        return cls(listed, indexes, sizes)
+
+    def select_named(self, files: SourceFiles, patterns: Patterns) -> list[FileRef]:
+        """Return the files that Templar's index names, if there is one. One request.
+
+        Others are left out, with a warning. A run that was overtaken by another one may leave such
+        a shard, with the rows of a shard that counts.
+
+        Args:
+            files: Files of the dataset.
+            patterns: Patterns of the listed files.
+
+        Raises:
+            CorruptError: The index cannot be read.
+        """
+        if self.sizes is None:
+            return self.files
+        paths = [file.path for file in self.files]
+        named = find_named(files, self.sizes, paths, patterns)
+        if unnamed := [path for path in paths if path not in named]:
+            _log.warning(
+                "%s does not name %s, such as %s. They are left out. Delete them, or make that "
+                "index again.",
+                files.make_url(SHARD_SIZES),
+                format_count(len(unnamed), "file"),
+                unnamed[0],
+            )
+        return [file for file in self.files if file.path in named]
 
     def find_newest(self, column: str) -> int:
         """Return the number of the newest index of a column; 0 if there is none."""
@@ -275,6 +323,8 @@ def index_pages(
         )
     files = open_files(spec)
     listed = ListedFiles.collect(files, include)
+    patterns = Patterns(include)
+    chosen = listed.select_named(files, patterns)
     reader = find_index(files, listed, column)
     whole = b""
     if reader is not None:
@@ -283,16 +333,15 @@ def index_pages(
         except (errors.CorruptError, errors.ChangedError) as error:
             _log.warning("The index of the pages is not used: %s", error)
             reader = None
-    found = [reader.find(file) if reader else None for file in listed.files]
-    patterns = Patterns(include)
+    found = [reader.find(file) if reader else None for file in chosen]
     indexed = {path for path in reader.paths if patterns.matches(path)} if reader else set[str]()
-    paths = {file.path for file in listed.files}
-    unknown = [file.path for file, entry in zip(listed.files, found, strict=True) if not entry]
+    paths = {file.path for file in chosen}
+    unknown = [file.path for file, entry in zip(chosen, found, strict=True) if not entry]
     report = IndexReport(
         url=files.url,
         column=column,
         number=listed.find_newest(column),
-        files=len(listed.files),
+        files=len(chosen),
         rows=sum(sum(expand_row_groups(entry.row_groups)) for entry in found if entry),
         size=sum(entry.end - entry.start for entry in found if entry),
         stale=tuple(path for path in unknown if path in indexed),
@@ -303,8 +352,8 @@ def index_pages(
     )
     if not (is_check or report.is_current):
         others = [one for one in reader.entries if not patterns.matches(one.path)] if reader else []
-        report, found = _make_index(spec, files, listed.files, whole, found, others, report)
-    differing = _compare_rows(spec, listed.files, found, patterns)
+        report, found = _make_index(spec, files, chosen, whole, found, others, report)
+    differing = _compare_rows(spec, chosen, found, patterns)
     return replace(report, differing=tuple(differing))
 
 

@@ -2,15 +2,22 @@
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from millrace import errors
-from millrace.datasets.loader.column import ColumnLayout, read_layout, read_rows
+from millrace.datasets.loader.column import (
+    ColumnLayout,
+    measure_groups,
+    read_layout,
+    read_rows,
+)
 from millrace.datasets.loader.draw import PAGE_ROWS, Page, PageTable
 from millrace.datasets.loader.mirrored_files import (
     FileLocations,
@@ -32,7 +39,7 @@ from millrace.datasets.loader.page_index import (
     find_index,
     warn_of_stale,
 )
-from millrace.datasets.sources.files import SourceFiles, fetch_ahead
+from millrace.datasets.sources.files import READ_AHEAD_BYTES, Patterns, SourceFiles, fetch_ahead
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.threads import DaemonThreadPool
 
@@ -59,12 +66,38 @@ class PageCounts:
     whole_groups: int = 0
 
 
+class _GroupMemory:
+    """Memory of the row groups that threads read whole: 64 MiB, or that of the largest one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held = 0
+
+    @contextmanager
+    def hold(self, size: int) -> Generator[None]:
+        """Wait until there is memory for a row group, and hold it. Nothing waits for 0 bytes."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not size or self._held + size <= max(size, READ_AHEAD_BYTES)
+            )
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
 class PageLoader:
     """Pages of one column of a parquet dataset.
 
     The files are those that were there when the loader was opened. A file that is written again
     later is an error, so that two versions are not mixed. Several threads may use a loader. So may
     a process that was forked, such as a worker of a `DataLoader`: it sends its own requests.
+
+    Where the folder has Templar's index of the files, ``_shard_sizes.json``, the files are those
+    that it names. Others are left out, with a warning.
 
     Places of pages come from the index of the pages, where `millrace dataset index` has made one.
     For other files, and for those that were written since, the end of each file is read.
@@ -118,10 +151,14 @@ class PageLoader:
         listed = ListedFiles.collect(self._opened, include)
         if isinstance(self._opened, MirroredStoreFiles):
             self._listed = self._opened.listed
-        self._refs = listed.files
         self._index = find_index(self._opened, listed, column)
-        self._entries = [self._index.find(file) if self._index else None for file in self._refs]
         indexed = self._index.paths if self._index else set[str]()
+        is_indexed = all(file.path in indexed for file in listed.files)
+        # `index_pages` has left out what Templar's index does not name.
+        self._refs = (
+            listed.files if is_indexed else listed.select_named(self._opened, Patterns(include))
+        )
+        self._entries = [self._index.find(file) if self._index else None for file in self._refs]
         self.stale = tuple(
             file.path
             for file, entry in zip(self._refs, self._entries, strict=True)
@@ -180,13 +217,15 @@ class PageLoader:
     def read(self, pages: Iterable[Page]) -> Iterator[Any]:
         """Yield the values of each page as a ``pyarrow.ChunkedArray``, in the order of the pages.
 
-        Several pages are fetched at once, up to 64 MiB or one page. The end of the iteration, also
-        by an error, waits for none of them.
+        Several pages are fetched at once, up to 64 MiB or one page. Where a file has no offset
+        index, row groups are fetched whole, also up to 64 MiB or one row group at once. The end of
+        the iteration, also by an error, waits for none of them.
 
         Raises:
             ChangedError: A file was written again after the loader was opened, or is gone.
             CorruptError: A page does not have its checksum, or a file is damaged.
-            ConfigurationError: The loader was closed, or the process was forked during the call.
+            ConfigurationError: The loader was closed, or the process was forked during the call. Or
+                a row group that has to be fetched whole has more than 1 GiB of values.
         """
         return self._fetch_ahead(self._get_page, pages)
 
@@ -212,15 +251,22 @@ class PageLoader:
             MillraceError: A page cannot be read, with the errors of `read`.
         """
 
-        def get(page: Page) -> T:
-            return self._get(
-                CacheKind.TOKENS, page, key, lambda: function(page, self._fetch_page(page)), measure
-            )
+        def get(page: Page, memory: _GroupMemory) -> T:
+            def make() -> T:
+                return function(page, self._fetch_page(page, memory))
+
+            return self._get(CacheKind.TOKENS, page, key, make, measure)
 
         return self._fetch_ahead(get, pages)
 
-    def _fetch_ahead(self, fetch: Callable[[Page], T], pages: Iterable[Page]) -> Iterator[T]:
-        process = os.getpid()
+    def _fetch_ahead(
+        self, get: Callable[[Page, _GroupMemory], T], pages: Iterable[Page]
+    ) -> Iterator[T]:
+        process, memory = os.getpid(), _GroupMemory()
+
+        def fetch(page: Page) -> T:
+            return get(page, memory)
+
         sized = ((page, self._estimate_size(page)) for page in pages)
         pool = DaemonThreadPool(self._concurrency, "pages")
         try:
@@ -234,9 +280,9 @@ class PageLoader:
         finally:
             pool.shutdown()
 
-    def _get_page(self, page: Page) -> Any:
+    def _get_page(self, page: Page, memory: _GroupMemory) -> Any:
         return self._get(
-            CacheKind.PAGE, page, None, lambda: self._fetch_page(page), _measure_values
+            CacheKind.PAGE, page, None, lambda: self._fetch_page(page, memory), _measure_values
         )
 
     def _get(
@@ -262,11 +308,12 @@ class PageLoader:
             self.counts.cached += is_cached
         return value
 
-    def _fetch_page(self, page: Page) -> Any:
+    def _fetch_page(self, page: Page, memory: _GroupMemory) -> Any:
         file = self._refs[page.file]
         try:
             layout = self._read_layout(page.file)
-            found = read_rows(self._files, file, layout, page.start, page.end)
+            with memory.hold(measure_groups(layout, page.start, page.end)):
+                found = read_rows(self._files, file, layout, page.start, page.end)
         except errors.ChangedError as error:
             raise errors.ChangedError(
                 f"{self._files.make_url(file.path)} was replaced or deleted after the loader was "

@@ -35,6 +35,7 @@ from millrace.datasets.loader.templar_index import (
     read_templar_index,
 )
 from millrace.datasets.loader.tokenizer import PageTokenizer, TokenPage
+from millrace.datasets.sources import is_store_url, is_web_url, open_files
 from millrace.environment import read_variable
 from millrace.storage import Credentials, StoreSpec
 
@@ -266,7 +267,11 @@ class R2DatasetLoader:
             )
         ]
         loader = TokenLoader(opened.pages, self.tokenizer)
-        self._tokens = [_drop_empty(page) for page in loader.read(pages)]
+        try:
+            self._tokens = [_drop_empty(page) for page in loader.read(pages)]
+        except errors.ChangedError:
+            self._forget(opened)  # so the next call opens the new version
+            raise
         self.pages = list(pages_info)
 
     @classmethod
@@ -283,6 +288,12 @@ class R2DatasetLoader:
                 found = _open_dataset(specs)
                 cls._opened.append((specs, found))
         return found
+
+    @classmethod
+    def _forget(cls, opened: _OpenedDataset) -> None:
+        """Open a dataset again at the next call. Other threads may still use this one."""
+        with cls._lock:
+            cls._opened[:] = [one for one in cls._opened if one[1] is not opened]
 
     @classmethod
     def _open_tokenizer(cls, tokenizer: FastTokenizer | PageTokenizer) -> PageTokenizer:
@@ -346,6 +357,8 @@ def _read_index(specs: list[StoreSpec]) -> dict[str, TemplarConfig]:
     Raises:
         MillraceError: The index cannot be read. The error is that of the last store.
     """
+    if not is_store_url(specs[0].url):  # then it is the only one
+        return {} if is_web_url(specs[0].url) else read_templar_index(open_files(specs[0]))
     *others, last = open_mirrors(specs)
     for store in others:
         with suppress(errors.MillraceError):

@@ -1,8 +1,8 @@
 """Read the indexes that Templar's datasets have: configs, their files, and the rows of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import yaml
 
 from millrace import errors
 from millrace.datasets.loader.draw import Page, PageTable
-from millrace.datasets.sources.files import Patterns
+from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles
+from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, read
 
 SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
@@ -65,11 +66,11 @@ class TemplarConfig:
         return found
 
 
-def read_templar_index(store: Store) -> dict[str, TemplarConfig]:
+def read_templar_index(store: Store | LocatedFiles) -> dict[str, TemplarConfig]:
     """Return the configs of a dataset by their names; empty if it has no index. Two requests.
 
     Args:
-        store: Store of the dataset, below whose URL the index objects are.
+        store: Store or files of the dataset, below whose URL the index objects are.
 
     Raises:
         CorruptError: An index object cannot be read.
@@ -128,10 +129,7 @@ def match_files(
     """
     numbers = {path: number for number, path in enumerate(paths)}
     named = [path for config in configs for path, _ in config.files]
-    levels = zip(*(path.split("/")[:-1] for path in named), strict=False)
-    folder = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
-    for depth in range(len(folder) + 1):
-        start = len("/".join([*folder[:depth], ""]))
+    for start in _iterate_beginnings(named):
         found = {path: numbers[path[start:]] for path in named if path[start:] in numbers}
         if found:
             break
@@ -146,6 +144,46 @@ def match_files(
     return found
 
 
+def find_named(
+    files: SourceFiles, index: FileRef, paths: Sequence[str], patterns: Patterns
+) -> set[str]:
+    """Return the paths of listed files that ``_shard_sizes.json`` names.
+
+    An index of which a file is not there is not that of the files, so all of them are returned.
+
+    Args:
+        files: Files of the dataset.
+        index: The index object.
+        paths: Paths of the listed files.
+        patterns: Patterns of the listed files.
+
+    Raises:
+        CorruptError: The index cannot be read.
+    """
+    if index.size > _MAX_BYTES:
+        raise _make_error(files, index.path, ValueError(f"it has {index.size:,} bytes"))
+    listed = set(paths)
+    try:
+        sizes: dict[str, dict[str, Any]] = orjson.loads(files.read(index))
+        shards = chain.from_iterable(config["shards"] for config in sizes.values() if config)
+        named = [str(shard["path"]) for shard in shards]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _make_error(files, index.path, error) from error
+    for start in _iterate_beginnings(named):
+        chosen = {path[start:] for path in named if patterns.matches(path[start:])}
+        if chosen and chosen <= listed:
+            return chosen
+    return listed
+
+
+def _iterate_beginnings(paths: Sequence[str]) -> Iterator[int]:
+    """Yield the lengths of the folders in which all paths are, from none on."""
+    levels = zip(*(path.split("/")[:-1] for path in paths), strict=False)
+    folder = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, levels)]
+    for depth in range(len(folder) + 1):
+        yield len("/".join([*folder[:depth], ""]))
+
+
 def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: int) -> list[Page]:
     """Return the pages of a loader that have some rows of a config.
 
@@ -155,15 +193,23 @@ def make_pages(config: TemplarConfig, numbers: dict[str, int], start: int, end: 
     return [Page(numbers[path], lower, upper) for path, lower, upper in config.locate(start, end)]
 
 
-def _read_object(store: Store, key: str) -> Any:
-    body = read(store, key, max_size=_MAX_BYTES)
+def _read_object(store: Store | LocatedFiles, key: str) -> Any:
+    if isinstance(store, Store):
+        body = read(store, key, max_size=_MAX_BYTES)
+    else:
+        file = store.find(key)
+        if file is None:
+            raise errors.NotFoundError(f"There is no {store.make_url(key)}.")
+        if file.size > _MAX_BYTES:
+            raise _make_error(store, key, ValueError(f"it has {file.size:,} bytes"))
+        body = store.read(file)
     try:
         return orjson.loads(body) if key.endswith(".json") else yaml.safe_load(body)
     except (orjson.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise _make_error(store, key, error) from error
 
 
-def _make_error(store: Store, key: str, error: Exception) -> errors.CorruptError:
+def _make_error(store: Store | SourceFiles, key: str, error: Exception) -> errors.CorruptError:
     return errors.CorruptError(
         f"{store.make_url(key)} is no index of a dataset ({type(error).__name__}: "
         f"{str(error)[:200]}). Make the index again."

@@ -15,7 +15,8 @@ from millrace.schemas.dataset import FileRef
 from millrace.storage.read import READ_BLOCK_SIZE
 from millrace.threads import DaemonThreadPool
 
-_READ_AHEAD_BYTES = 64 * 1024 * 1024
+READ_AHEAD_BYTES = 64 * 1024 * 1024
+"""Limit of the bytes that are fetched at once."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -197,7 +198,7 @@ def fetch_ahead(
     remaining = chain([second] if second else [], remaining)
     following = first
     waiting: deque[tuple[T, int, Future[R]]] = deque()
-    bytes_left = _READ_AHEAD_BYTES
+    bytes_left = READ_AHEAD_BYTES
     with nullcontext(pool) if pool else ThreadPoolExecutor(concurrency, "files") as threads:
         while following or waiting:
             while (

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from urllib.parse import unquote
 
 from millrace import errors
 from millrace.datasets.field_names import TOKENS
@@ -364,7 +365,8 @@ def _read_location(location: str, max_size: int, *, allow_private: bool) -> byte
         return _read_path(Path(location), max_size)
     if is_store_url(location):
         folder, _, name = location.rpartition("/")
-        return read(open_store(StoreSpec(url=folder), make_folder=False), name, max_size=max_size)
+        store = open_store(StoreSpec(url=folder), make_folder=False)
+        return read(store, unquote(name), max_size=max_size)
     files = open_files(StoreSpec(url=location), allow_private=allow_private)
     rows = files.collect(Patterns()).rows
     if len(rows) != 1:

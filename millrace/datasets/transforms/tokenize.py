@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 from tokenizers import Tokenizer, __version__
+from tokenizers.models import BPE
 
 from millrace.datasets.field_names import TOKENS
 from millrace.datasets.formats.base import read_field
@@ -137,7 +138,7 @@ def is_fatal(error: BaseException) -> bool:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(body: bytes) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``, without truncation and padding.
+    """Return the tokenizer of a ``tokenizer.json``, without truncation, padding and dropout.
 
     Raises:
         ConfigurationError: The bytes are no tokenizer.
@@ -149,9 +150,11 @@ def load_tokenizer(body: bytes) -> Tokenizer:
             f"The tokenizer cannot be read: {error}. Name a tokenizer.json that the library "
             f"tokenizers {LIBRARY_VERSION} reads."
         ) from error
-    # A file may have both in it. They would lose text, or add tokens.
+    # A file may have them in it. They would lose text, add tokens, or make other ones each time.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, BPE):
+        tokenizer.model.dropout = None
     return tokenizer
 
 

@@ -163,6 +163,21 @@ def test_a_prefix_may_end_with_a_slash(answers: Answers) -> None:
     assert report.is_proven, report.failures
 
 
+@pytest.mark.parametrize("prefix", ["runs", "runs#a", "runs?a", "50%", "a b", "ä", "a%23b/c"])
+def test_a_key_of_the_whole_bucket_is_excessive_whatever_the_prefix_of_its_role(
+    answers: Answers, prefix: str
+) -> None:
+    role = make_role("s3://own", writer="writer")
+    role = role.model_copy(update={"store": role.store.with_prefix(prefix)})
+    answers.rights = {"writer": [("own", "", ALL)]}
+    report = audit(AuditSettings(roles={"one": role}))
+    assert find(report, Operation.OUTSIDE) is RequestOutcome.ALLOWED
+    assert not report.is_proven
+    answers.rights = {"writer": [("own", f"{prefix}/", ALL)]}
+    report = audit(AuditSettings(roles={"one": role}))
+    assert report.is_proven, report.failures
+
+
 def test_a_role_within_the_prefix_of_another_is_no_other_bucket_whatever_its_url(
     answers: Answers,
 ) -> None:

@@ -1,8 +1,10 @@
 """Pages of a dataset of Millrace in a store: the rows of the samples, by few and small requests."""
 
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ from millrace import errors
 from millrace.datasets.formats.base import FieldType
 from millrace.datasets.formats.parquet import PagesFormat
 from millrace.datasets.loader import Page, PageLoader
+from millrace.datasets.loader.column import read_rows
 from millrace.datasets.loader.page_index import index_pages
 from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
@@ -143,6 +146,57 @@ def test_files_of_others_are_read_by_row_groups_where_they_have_no_index(tmp_pat
     (values,) = loader.read([Page(0, 350, 450)])
     assert values.to_pylist() == list(range(350, 450))
     assert loader.counts.whole_groups == 1
+
+
+def test_row_groups_that_are_read_whole_are_few_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{n} " * 2000 for n in range(4000)]
+    pq.write_table(
+        pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=200, use_dictionary=False
+    )
+    loader = PageLoader(str(tmp_path), cache_bytes=0)
+    lock, running, most = threading.Lock(), 0, 0
+
+    def count_readers(*arguments: Any) -> Any:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        try:
+            return read_rows(*arguments)
+        finally:
+            with lock:
+                running -= 1
+
+    group = sum(map(len, texts[-200:]))
+    monkeypatch.setattr("millrace.datasets.loader.pages.read_rows", count_readers)
+    monkeypatch.setattr("millrace.datasets.loader.pages.READ_AHEAD_BYTES", int(2.5 * group))
+    pages = loader.draw(1, 0, len(loader))
+    for page, values in zip(pages, loader.read(pages), strict=True):
+        assert values.to_pylist() == texts[page.start : page.end]
+        assert values.get_total_buffer_size() < group * 0.6
+    assert most <= 2
+    assert (loader.counts.pages, loader.counts.whole_groups) == (40, 40)
+    monkeypatch.setattr("millrace.datasets.loader.pages.READ_AHEAD_BYTES", group // 2)
+    assert sum(map(len, loader.read(pages))) == 4000  # one at a time
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_row_group_that_is_too_large_is_no_damage_of_a_copy(
+    copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / str(number) for number in range(copies)]
+    for folder in folders:
+        folder.mkdir()
+        pq.write_table(pa.table({"text": ["x" * 999] * 1000}), folder / "a.parquet")
+    monkeypatch.setattr("millrace.datasets.loader.column._MAX_RAW_BYTES", 500)
+    loader = PageLoader([folder.as_uri() for folder in folders])
+    with pytest.raises(errors.ConfigurationError, match=r"a\.parquet has a row group.*smaller"):
+        list(loader.read(loader.draw(1, 0, 1)))
+    mirrors = loader.make_mirror_report()
+    assert (mirrors is None) == (copies == 1)
+    assert not any(one.differing for one in (mirrors.locations if mirrors else ()))
 
 
 @pytest.mark.parametrize(

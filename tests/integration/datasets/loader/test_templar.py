@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub import HfApi
+from pydantic import SecretStr
 from tokenizers import Tokenizer, processors
 
 from millrace import errors
@@ -24,6 +26,7 @@ from millrace.datasets.sample import Sample
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, open_store, put
 from millrace.testing.byte_level import END
+from millrace.testing.hub import READER, WRITER, HubServer
 from millrace.testing.rgw import RGW
 from tests.stores import ACCOUNT
 from tests.support.byte_pairs import encode_json, make_tokenizer
@@ -253,6 +256,37 @@ def test_folders_are_configs_where_there_is_no_index(dataset: Path) -> None:
     R2DatasetLoader.close_all()
     (dataset / "_shard_sizes.json").unlink()
     assert draw_pages(0, 6, 1) == expected
+
+
+def test_a_dataset_of_the_hub_is_read_with_its_index(dataset: Path, hub: HubServer) -> None:
+    """The index decides the draw, so it is the same as of the files in a folder."""
+    repo = hub.make_repo(dataset=True)
+    HfApi(endpoint=hub.endpoint, token=WRITER).upload_folder(
+        repo_id=repo, folder_path=dataset, path_in_repo="data", repo_type="dataset"
+    )
+    expected = draw_pages(0, 6, 1)
+    R2DatasetLoader.source = StoreSpec(
+        url=f"hf://datasets/{repo}@main/data", endpoint=hub.endpoint,
+        options={"token": SecretStr(READER)},
+    )  # fmt: skip
+    assert draw_pages(0, 6, 1) == expected
+    loader = make_loader(expected[:2], length=32, pack=True)
+    R2DatasetLoader.source = dataset.as_uri()
+    assert all(map(np.array_equal, loader, make_loader(expected[:2], length=32, pack=True)))
+
+
+def test_a_dataset_that_was_replaced_is_opened_again_by_the_next_call(dataset: Path) -> None:
+    pages = draw_pages(0, 6, 1)
+    for name, rows in CONFIGS.items():
+        for number, count in enumerate(rows):
+            cast("Any", pq).write_table(
+                pa.table({"text": ["new"] * count}), dataset / name / f"train-{number:05d}.parquet"
+            )
+    with pytest.raises(errors.ChangedError, match="Open the loader again"):
+        make_loader(pages, length=32, pack=True)
+    tokens = {*TOKENIZER.encode("new", add_special_tokens=False).ids, END_ID}
+    batches = list(make_loader(pages, length=32, pack=True))
+    assert {token for batch in batches for token in batch.ravel().tolist()} == tokens
 
 
 def change_index(dataset: Path, old: str, new: str) -> None:

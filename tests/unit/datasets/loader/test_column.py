@@ -10,7 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace import errors
-from millrace.datasets.loader.column import ColumnLayout, ReadRows, read_layout, read_rows
+from millrace.datasets import thrift
+from millrace.datasets.loader.column import (
+    ColumnLayout,
+    ReadRows,
+    measure_groups,
+    read_layout,
+    read_rows,
+)
+from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
 from millrace.datasets.sources.files import Patterns
 from millrace.datasets.sources.local_files import LocalFiles
 from millrace.datasets.sources.table import iterate_files
@@ -100,6 +108,55 @@ def test_the_rows_are_those_that_were_written(
         assert found.is_exact == layout.has_pages == (index and column in PAGED)
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_the_values_of_few_rows_keep_no_memory_of_others(index: bool, tmp_path: Path) -> None:
+    file = write(tmp_path, group=ROWS, page_rows=ROWS, write_page_index=index)
+    for column in TABLE.column_names:
+        _, found = read(tmp_path, file, column, 500, 520)
+        assert found.values.to_pylist() == TABLE.column(column).slice(500, 20).to_pylist()
+        _, whole = read(tmp_path, file, column, 0, ROWS)
+        assert found.values.get_total_buffer_size() < whole.values.get_total_buffer_size() // 20
+
+
+@pytest.mark.parametrize("column", ["text", "struct"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_row_group_that_is_read_as_a_whole_has_its_size(
+    index: bool, column: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, group=500, write_page_index=index)
+    layout = decode_layout(encode_layout(read_layout(LocalFiles(tmp_path), file, column)))
+    metadata = pq.ParquetFile(tmp_path / file.path).metadata
+    sizes = [
+        sum(
+            one.total_uncompressed_size
+            for one in map(metadata.row_group(group).column, range(metadata.num_columns))
+            if one.path_in_schema.split(".")[0] == column
+        )
+        for group in range(4)
+    ]
+    is_exact = index and column == "text"
+    assert measure_groups(layout, 600, 700) == (0 if is_exact else sizes[1])
+    assert measure_groups(layout, 0, ROWS) == (0 if is_exact else max(sizes))
+
+
+def test_a_row_group_that_is_too_large_to_be_read_as_a_whole_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, write_page_index=False)
+    monkeypatch.setattr("millrace.datasets.loader.column._MAX_RAW_BYTES", 9_000)
+    with pytest.raises(
+        errors.ConfigurationError,
+        match=r"a\.parquet has a row group .* no index of its pages.*smaller row groups, or with",
+    ):
+        read(tmp_path, file, "text", 500, 600)
+    with pytest.raises(
+        errors.ConfigurationError, match=r"the column has several parts.*smaller row groups\.$"
+    ):
+        read(tmp_path, file, "struct", 500, 600)
+    file = write(tmp_path)
+    assert read(tmp_path, file, "text", 500, 600)[1].is_exact
+
+
 def test_a_read_of_one_page_fetches_one_page(tmp_path):
     """And the layout of a file is one request, with the places of all its pages."""
     file = write(tmp_path, group=ROWS)
@@ -164,6 +221,28 @@ def test_a_damaged_footer_is_an_error_or_changes_nothing(tmp_path):
         if layout.rows == ROWS:
             assert found.values.to_pylist() == expected
     assert min(outcomes.values()) > 20
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_dictionary_may_be_named_as_the_first_data_page(index: bool, tmp_path: Path) -> None:
+    """Some writers do so, and name no dictionary."""
+    file = write(tmp_path, use_dictionary=True, write_page_index=index)
+    path = tmp_path / file.path
+    body = path.read_bytes()
+    end = len(body) - 8 - int.from_bytes(body[-8:-4], "little")
+    footer, _ = thrift.decode_struct(body[end:-8])
+    for group in footer[4].content:
+        for chunk in group[1].content:
+            metadata = chunk[3].content
+            if 11 in metadata:
+                metadata[9] = metadata.pop(11)
+    changed = thrift.encode_struct(footer)
+    path.write_bytes(body[:end] + changed + len(changed).to_bytes(4, "little") + b"PAR1")
+    assert pq.read_table(path).equals(TABLE)
+    for column in TABLE.column_names:
+        _, found = read(tmp_path, describe(tmp_path), column, 1500, 1600)
+        assert found.values.to_pylist() == TABLE.column(column).slice(1500, 100).to_pylist()
+        assert found.is_exact == (index and column in PAGED)
 
 
 def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path):

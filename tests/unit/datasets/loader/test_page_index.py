@@ -3,7 +3,9 @@
 import json
 import logging
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -224,6 +226,45 @@ def test_a_damaged_index_is_left_out_with_a_warning(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("column", ["text", "struct"])
+@pytest.mark.parametrize("dictionary", [True, False])
+@pytest.mark.parametrize("index", [True, False])
+def test_files_and_row_groups_without_rows_are_passed_over(
+    index: bool, dictionary: bool, column: str, tmp_path: Path
+) -> None:
+    options = {"write_page_index": index, "use_dictionary": dictionary}
+    write(tmp_path / "a.parquet", 0, **options)
+    write(tmp_path / "b.parquet", 250, **options)
+    table = cast("Any", pq).read_table(tmp_path / "b.parquet")
+    with cast("Any", pq).ParquetWriter(tmp_path / "c.parquet", table.schema, **options) as writer:
+        for start, rows in ((0, 0), (0, 120), (120, 0), (120, 130), (250, 0)):
+            writer.write_table(table.slice(start, rows))
+    loader = PageLoader(tmp_path.as_uri(), column)
+    pages = read_all(loader)
+    assert list(chain.from_iterable(pages)) == table.column(column).to_pylist() * 2
+    report = index_pages(tmp_path.as_uri(), column)
+    assert (report.files, report.rows) == (3, 500)
+    assert read_all(PageLoader(tmp_path.as_uri(), column)) == pages
+    with pytest.raises(errors.ConfigurationError, match="have no rows"):
+        PageLoader(tmp_path.as_uri(), column, include=("a.parquet",))
+
+
+def test_files_whose_names_cannot_be_read_are_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = read_all(PageLoader(str(folder)))
+    for name in ("b\tc.parquet", "b\nd.parquet"):
+        write(folder / name, 10)
+    with caplog.at_level(logging.WARNING):
+        assert read_all(PageLoader(str(folder))) == pages
+        assert index_pages(str(folder)).files == len(ROWS)
+    said = r"2 files cannot be read by name, such as file:.*b\\x09c\.parquet: .*control characters"
+    assert [bool(re.search(said, one.message)) for one in caplog.records] == [True, True]
+    for act in (PageLoader, index_pages):
+        with pytest.raises(errors.NotFoundError, match=rf"{said}.*Rename"):
+            act(str(folder), include=["b*"])
+
+
 def test_indexes_that_are_made_at_once_are_one(folder: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         reports = list(pool.map(lambda _: index_pages(str(folder)), range(6)))
@@ -251,6 +292,45 @@ def test_each_column_has_its_own_index(folder: Path) -> None:
     assert [row for page in read_all(PageLoader(str(folder), "n")) for row in page] == [
         row for rows in ROWS for row in range(rows)
     ]
+
+
+@pytest.mark.parametrize("beginning", ["", "bucket/", "other/deep/"])
+def test_files_that_templars_index_does_not_name_are_left_out(
+    beginning: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = ("0.parquet", "1.parquet", "deep/2.parquet")
+    expected = read_all(PageLoader(str(folder)))
+    for path in ("00.parquet", "deep/0.parquet"):
+        write(folder / path, 300)
+    assert len(PageLoader(str(folder)).paths) == 5
+    shards = [
+        {"path": f"{beginning}{path}", "num_rows": rows}
+        for path, rows in zip(paths, ROWS, strict=True)
+    ]
+    sizes = {"a": {"shards": shards[:1]}, "b": {"shards": shards[1:]}, "c": None}
+    (folder / "_shard_sizes.json").write_text(json.dumps(sizes))
+    said = r"_shard_sizes\.json does not name 2 files, such as 00\.parquet.*Delete them"
+    for _ in range(2):
+        caplog.clear()
+        loader = PageLoader(str(folder))
+        assert loader.paths == list(paths)
+        assert read_all(loader) == expected
+        (record,) = caplog.records
+        assert re.search(said, record.message)
+        report = index_pages(str(folder))  # also of the second loader
+        assert (report.files, report.rows, report.is_current) == (3, sum(ROWS), True)
+    for path in ("00.parquet", "deep/0.parquet"):
+        (folder / path).unlink()
+    caplog.clear()
+    assert read_all(PageLoader(str(folder))) == expected
+    write(folder / "00.parquet", 300)
+    assert not caplog.records
+    assert PageLoader(str(folder), include=["00*"]).paths == ["00.parquet"]
+    (folder / "1.parquet").unlink()  # then it is not the index of these files
+    assert PageLoader(str(folder)).paths == ["0.parquet", "00.parquet", "deep/2.parquet"]
+    (folder / "_shard_sizes.json").write_text("{")
+    with pytest.raises(errors.CorruptError, match=r"_shard_sizes\.json is no index"):
+        PageLoader(str(folder))
 
 
 def test_an_index_says_where_templars_has_other_rows(folder: Path) -> None:

@@ -140,6 +140,12 @@ def test_a_document_is_never_truncated(tokenizer: bytes) -> None:
     assert split(page) == expect([text, END])
 
 
+def test_a_tokenizer_with_dropout_makes_the_same_tokens_each_time() -> None:
+    text = read_sources()[0]
+    tokenizer = PageTokenizer(encode_json(make_tokenizer(dropout=0.3)))
+    assert split(tokenizer.encode([text] * 3)) == expect([text] * 3)
+
+
 def test_special_tokens_around_a_text_are_added_on_request() -> None:
     special = Tokenizer.from_buffer(BODY)
     special.post_processor = processors.TemplateProcessing(

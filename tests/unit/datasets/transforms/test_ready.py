@@ -254,6 +254,15 @@ def test_a_text_that_the_tokenizer_refuses_is_quarantined_beside_good_ones():
     assert rows[1].reason.startswith("the tokenizer refused the text: Exception: WordLevel error")
 
 
+def test_a_tokenizer_with_dropout_makes_the_same_tokens_each_time():
+    parsed = json.loads(train_tokenizer())
+    parsed["model"]["dropout"] = 0.3
+    samples = make_samples(*["the quick fox " * 50] * 20)
+    _, rows = tokenize(samples, json.dumps(parsed).encode())
+    _, (first, *_) = tokenize(samples)
+    assert {row.fields["tokens"] for row in rows} == {first.fields["tokens"]}
+
+
 @pytest.mark.parametrize("added", [65_535, 65_536])
 def test_an_id_that_the_vocabulary_does_not_have_decides_the_type_too(added):
     samples = make_samples("a b")

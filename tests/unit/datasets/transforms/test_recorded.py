@@ -22,6 +22,7 @@ from millrace.datasets.transforms import (
     record_transforms,
     store_large_files,
 )
+from millrace.datasets.transforms.recorded import read_tokenizer
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DATASET_KEY
 from millrace.storage import create, open_store, put
@@ -305,6 +306,14 @@ def test_a_file_that_is_too_large_is_not_read(files):
 def test_an_installed_function_that_cannot_be_recorded_is_refused(function, message):
     with pytest.raises(errors.ConfigurationError, match=message):
         describe([FunctionSettings(function=function)])
+
+
+@pytest.mark.parametrize("name", ["my tok.json", "50%.json", "a#b?.json", "ä%20b.json"])
+def test_a_file_is_read_by_its_url_whatever_its_name(name, tmp_path):
+    path = tmp_path / "my dir" / name
+    path.parent.mkdir()
+    path.write_bytes(train_tokenizer())
+    assert read_tokenizer(path.as_uri()) == read_tokenizer(str(path)) == train_tokenizer()
 
 
 def test_a_tokenizer_is_read_from_a_store_and_from_a_web_server(files):
