@@ -107,10 +107,11 @@ class Agent:
         self._watch.start()
 
     def close(self) -> None:
-        """Stop to listen, and end the current run."""
+        """Stop to listen, and end the current run. The start of the agent may have failed."""
         self.ended.set()
-        self._server.shutdown()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
         self.end_run(None)
 
