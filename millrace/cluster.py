@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -38,12 +40,13 @@ def connect(address: str | None) -> Generator[Any]:
         return
     _check_address(_resolve_address(ray, address))
     try:
-        ray.init(
-            address=address or "auto",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _keep_sigterm_handler():
+            ray.init(
+                address=address or "auto",
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         raise ConfigurationError(
             f"The Ray cluster cannot be reached ({format_error(error)}): start one with "
@@ -54,6 +57,18 @@ def connect(address: str | None) -> Generator[Any]:
             yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _keep_sigterm_handler() -> Generator[None]:
+    """Restore the handler of SIGTERM, which `ray.init` replaces in the main thread."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        # Python cannot restore a handler that it has not set, which is None.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

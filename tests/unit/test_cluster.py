@@ -1,10 +1,13 @@
 """Addresses of Ray clusters."""
 
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -93,3 +96,25 @@ def test_what_is_no_address_is_refused_with_a_sentence(address):
         cluster.connect(address),
     ):
         pass
+
+
+def take_over_sigterm(**_: Any) -> None:
+    """Replace the handler of SIGTERM, as `ray.init` does."""
+    signal.signal(signal.SIGTERM, lambda number, _: None)
+
+
+def test_a_connection_leaves_the_handler_of_sigterm_as_it_was(monkeypatch):
+    worker = SimpleNamespace(print_to_stdstream=None)
+    ray = SimpleNamespace(
+        init=take_over_sigterm,
+        is_initialized=lambda: False,
+        shutdown=lambda: None,
+        _private=SimpleNamespace(worker=worker),
+    )
+    monkeypatch.setattr(cluster, "_import_ray", lambda: ray)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with cluster.connect("local"):
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
