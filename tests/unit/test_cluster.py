@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import exceptions
 
 from millrace import cluster
 from millrace.errors import ConfigurationError
@@ -118,3 +119,45 @@ def test_a_connection_leaves_the_handler_of_sigterm_as_it_was(monkeypatch):
             assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+NODES = [{"NodeID": digit * 56, "NodeManagerAddress": f"10.0.0.{digit}"} for digit in "123"]
+
+
+def ask_all(answers: dict[str, Exception]) -> list[dict[str, Any]]:
+    """Ask the nodes, of which some fail, and return those that answer."""
+
+    def get(node_id: str) -> None:
+        if node_id[0] in answers:
+            raise answers[node_id[0]]
+
+    def options(**options: Any) -> Any:
+        return SimpleNamespace(remote=lambda: options["scheduling_strategy"].node_id)
+
+    ray = SimpleNamespace(
+        remote=lambda _: SimpleNamespace(options=options),
+        get=get,
+        exceptions=exceptions,
+    )
+    return cluster.list_answering_nodes(ray, NODES, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "loss", [exceptions.NodeDiedError("lost"), exceptions.TaskUnschedulableError("lost")]
+)
+def test_a_node_that_is_lost_is_left_out(loss):
+    assert ask_all({"2": loss}) == [NODES[0], NODES[2]]
+
+
+def test_a_node_without_millrace_is_named():
+    cause = RuntimeError(
+        "The remote function failed to import on the worker.\n\nTraceback (most recent call "
+        "last):\n  ...\nModuleNotFoundError: No module named 'millrace'"
+    )
+    error = exceptions.RayTaskError("f", f"Traceback\n{cause}\n", cause, "ray::f", 1, "10.0.0.2")
+    said = (
+        r"The node 10\.0\.0\.2-222222 of the Ray cluster cannot run Millrace "
+        r"\(ModuleNotFoundError: No module named 'millrace'\): install the driver's version"
+    )
+    with pytest.raises(ConfigurationError, match=said):
+        ask_all({"2": error})

@@ -94,12 +94,13 @@ def allocate_on_ray(
         threads: Number of threads on each node; by default one per processor.
 
     Raises:
-        ConfigurationError: There is no such cluster.
+        ConfigurationError: There is no such cluster, or one of its nodes lacks Millrace or torch.
     """
     actors: list[Any] = []
     with cluster.connect(address) as ray:
-        answering = cluster.list_answering_nodes(ray)
-        nodes = [node for node in answering if node["Resources"].get("CPU")] or answering
+        living = cluster.list_living_nodes(ray)
+        wanted = [node for node in living if node["Resources"].get("CPU")] or living
+        nodes = cluster.list_answering_nodes(ray, wanted, _import_shard)
         if not nodes:
             raise errors.ConfigurationError(
                 f"No node of the Ray cluster {address} answers: start nodes with `ray start`."
@@ -123,6 +124,10 @@ def allocate_on_ray(
         finally:
             for actor in actors:
                 ray.kill(actor)
+
+
+def _import_shard() -> None:
+    """Do nothing: a node that runs this function has imported all that `WeightShard` needs."""
 
 
 def _make_lost_error(error: BaseException) -> errors.WorkerError:
