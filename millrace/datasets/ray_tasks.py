@@ -253,8 +253,13 @@ def shard_on_node(
     except errors.MillraceError as error:
         yield {"failed": [type(error).__name__, str(error)]}
         return
-    # Ray has added the driver's folders to the path.
-    worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+    try:
+        # Ray has added the driver's folders to the path.
+        worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+    except OSError as error:
+        yield {"started": [node, 0]}  # names the node
+        yield {"exited": [f"could not be started ({errors.format_error(error)})", True]}
+        return
     is_idle = False
     try:
         yield {"started": [node, worker.pid]}

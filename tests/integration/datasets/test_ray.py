@@ -1,5 +1,6 @@
 """Partitions that the nodes of a Ray cluster shard."""
 
+import errno
 import json
 import os
 import random
@@ -333,6 +334,19 @@ def test_whatever_ends_the_work_of_a_node_is_the_last_message_of_its_task(
     settings: PipelineSettings, tmp_path: Path, work: str, last: dict[str, Any]
 ) -> None:
     assert run_on_node(settings, work, tmp_path)[-1] == last
+
+
+def test_a_node_that_cannot_start_a_process_loses_a_worker_and_not_the_run(
+    settings: PipelineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(ray_tasks, "start_worker", fail)
+    assert run_on_node(settings, "    return sample", tmp_path) == [
+        {"started": [NODE, 0]},
+        {"exited": ["could not be started ([Errno 12] Cannot allocate memory)", True]},
+    ]
 
 
 @pytest.mark.usefixtures("no_idle_workers")
