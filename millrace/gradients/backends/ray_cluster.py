@@ -18,8 +18,8 @@ from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.merge import group_tensors
 
-_AT_ONCE = 64  # largest number of gradients that a node reads at once
 _READING, _CALLS = "reading", 4
+_SPARE_READS = 64  # threads for late reads of earlier windows, and for a larger concurrency later
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RayShards:
 
 @contextmanager
 def allocate_on_ray(
-    address: str, *, values: int, threads: int | None = None
+    address: str, *, values: int, reads: int, threads: int | None = None
 ) -> Generator[AllocateWeights]:
     """Yield a function that allocates a shard on each living node with a CPU of a Ray cluster.
 
@@ -91,6 +91,8 @@ def allocate_on_ray(
     Args:
         address: Address of the cluster; ``auto`` for the cluster of this machine.
         values: Number of values per object, as for `group_tensors`. Each object is on one node.
+        reads: Largest number of gradients of a window that are read at once. Each node has a
+            thread for each, so that reads which stall delay no others.
         threads: Number of threads on each node; by default one per processor.
 
     Raises:
@@ -107,7 +109,7 @@ def allocate_on_ray(
             )
 
         # Stalled reads must not delay other calls.
-        holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(WeightShard)
+        holder = ray.remote(concurrency_groups={_READING: reads + _SPARE_READS})(WeightShard)
 
         def allocate(shapes: Shapes) -> ShardedWeights:
             shares = divide_tensors(shapes, group_tensors(shapes, values), len(nodes))
