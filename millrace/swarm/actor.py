@@ -39,6 +39,11 @@ class Actor:
                 self._agent, self._key = agent, key
             return self._agent.port, self._key
 
+    def is_idle(self) -> bool:
+        """Tell whether no run with a live driver uses the agent."""
+        with self._lock:
+            return self._agent is None or self._agent.is_idle()
+
 
 def expand_variables(root: str) -> Path:
     """Replace ``~`` and variables of the node's environment in a root, as ``$SCRATCH/models``."""

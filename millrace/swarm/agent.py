@@ -192,6 +192,11 @@ class Agent:
             with self._lock:
                 self._ending -= 1
 
+    def is_idle(self) -> bool:
+        """Tell whether no run with a live driver uses the agent."""
+        with self._lock:
+            return not self._starting and (self._run is None or not self._run.is_driven())
+
     def get_run(self, name: str) -> NodeRun:
         """Return the run of a name.
 
