@@ -36,8 +36,9 @@ def run_members_on_ray(
 ) -> Generator[RayMembers]:
     """Start a member on every node that has the checkpoint, and wait for all at the end.
 
-    A node that does not answer, for example since its disk stalls, holds up the others for no
-    longer than ``join_timeout``. A member that has not ended by the timeout is stopped.
+    A node that does not answer, for example since its disk stalls, holds up the others for
+    ``join_timeout`` or half of the timeout, whichever is shorter. A member that has not ended by
+    the timeout is stopped.
 
     Args:
         settings: Settings of all members. The source's URL may have variables of a node's
@@ -63,7 +64,7 @@ def run_members_on_ray(
             name: ray.remote(_explain_missing).options(max_retries=0, **options).remote(settings)
             for name, options in nodes.items()
         }
-        wait = min(limit, settings.join_timeout.total_seconds())
+        wait = min(limit / 2, settings.join_timeout.total_seconds())
         without = _await_results(ray, asked, wait)
         names = [name for name in nodes if name not in without]
         if not names:
