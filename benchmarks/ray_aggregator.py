@@ -14,7 +14,7 @@ from millrace.gradients.backends.ray_cluster import allocate_on_ray
 def main() -> None:
     """Merge the window that the order names."""
     folder, width, layers, address = json.loads(sys.stdin.readline())
-    with allocate_on_ray(address, values=SETTINGS.merge.values) as allocate:
+    with allocate_on_ray(address, values=SETTINGS.merge.values, reads=64) as allocate:
         print(json.dumps(merge_one_window(folder, width, layers, allocate)), flush=True)
         sys.stdin.read()
 

@@ -7,6 +7,7 @@ machine, and nothing of it is left running.
 """
 
 import argparse
+import fcntl
 import logging
 import os
 import re
@@ -47,6 +48,18 @@ class Size:
     machines: int = 4
     windows: int = 5
     steps: int = 25
+
+
+@contextmanager
+def lock_folder() -> Iterator[None]:
+    """Keep other demos out of the demo's folder. The system ends the lock of a killed demo."""
+    HOME.mkdir(parents=True, exist_ok=True)
+    with (HOME / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"Another demo runs in {HOME}: wait until it has ended, or stop it.")
+        yield
 
 
 def start_prefect_server(port: int = 0) -> "PrefectServerProcess":
@@ -244,7 +257,7 @@ def main() -> None:
                     time.sleep(3600)
             except KeyboardInterrupt:
                 return
-    with start_prefect_server():
+    with lock_folder(), start_prefect_server():
         STORE.mkdir(parents=True, exist_ok=True)
         make_two_formats()
         run(Size(arguments.machines, arguments.windows, arguments.steps))

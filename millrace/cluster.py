@@ -2,9 +2,11 @@
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,12 +40,13 @@ def connect(address: str | None) -> Generator[Any]:
         return
     _check_address(_resolve_address(ray, address))
     try:
-        ray.init(
-            address=address or "auto",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _keep_sigterm_handler():
+            ray.init(
+                address=address or "auto",
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         raise ConfigurationError(
             f"The Ray cluster cannot be reached ({format_error(error)}): start one with "
@@ -54,6 +57,18 @@ def connect(address: str | None) -> Generator[Any]:
             yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _keep_sigterm_handler() -> Generator[None]:
+    """Restore the handler of SIGTERM, which `ray.init` replaces in the main thread."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        # Python cannot restore a handler that it has not set, which is None.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -150,23 +165,37 @@ def list_living_nodes(ray: Any) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def list_answering_nodes(ray: Any) -> list[dict[str, Any]]:
-    """Return the nodes that answer. Ray may still list a dead node as alive."""
-    ask = ray.remote(_do_nothing)
+def list_answering_nodes(
+    ray: Any, nodes: Iterable[dict[str, Any]], question: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Return the nodes that answer. Ray may still list a dead node as alive.
+
+    Args:
+        ray: Module ``ray``.
+        nodes: Nodes to ask.
+        question: Function that each node runs. Its module imports what the nodes must have.
+
+    Raises:
+        ConfigurationError: A node cannot import or run the function.
+    """
+    ask = ray.remote(question)
     asked = [
-        (node, ask.options(max_retries=0, **make_node_options(node)).remote())
-        for node in list_living_nodes(ray)
+        (node, ask.options(max_retries=0, **make_node_options(node)).remote()) for node in nodes
     ]
     found: list[dict[str, Any]] = []
     for node, answer in asked:
-        with suppress(ray.exceptions.RayError):
+        try:
             ray.get(answer)
-            found.append(node)
+        except ray.exceptions.RayTaskError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise ConfigurationError(
+                f"The node {make_node_name(node)} of the Ray cluster cannot run Millrace "
+                f"({reason}): install the driver's version of Millrace there, with its extras."
+            ) from error
+        except ray.exceptions.RayError:
+            continue  # the node is lost
+        found.append(node)
     return found
-
-
-def _do_nothing() -> None:
-    """Do nothing. A node that runs this function is alive."""
 
 
 def make_node_name(node: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Tasks of a cooldown, the end of an epoch."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,11 +63,13 @@ def run_cooldown_on_ray(
 ) -> EpochEnd:
     """Have the nodes of a Ray cluster end an epoch with the checkpoints on their disks."""
     log = get_run_logger()
-    with run_members_on_ray(settings, address) as members:
+    began = time.monotonic()
+    with run_members_on_ray(settings, address, timeout) as members:
         log.info("%s: %s", format_count(len(members.names), "member"), ", ".join(members.names))
         for name, why in members.without.items():
             log.warning("%s takes no part: %s", name, why)
-        status = _watch_with_progress(settings.store, settings.job, settings.epoch, timeout)
+        left = timeout - timedelta(seconds=time.monotonic() - began)
+        status = _watch_with_progress(settings.store, settings.job, settings.epoch, left)
     return EpochEnd(status, members.without, members.faults)
 
 

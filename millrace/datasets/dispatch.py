@@ -199,6 +199,17 @@ class _PendingPartitions:
         self._partitions.extend(one for one in held if one.name not in ended)
         self._report_ends(ended)
 
+    def drop_ended(self) -> None:
+        """Drop partitions that other runs have ended, held or not. One request if none has.
+
+        This is for a run without workers, which claims no partition and so meets no ends.
+        """
+        self._partitions.extend(self._held_elsewhere)
+        self._held_elsewhere.clear()
+        while self._partitions and self._has_ended(self._partitions[0]):
+            self._drop_ended(self._partitions.popleft())
+        self._partitions.rotate(-1)
+
     def refuse_to_wait(self) -> None:
         """Refuse to wait for other runs, unless this run waits or may take a partition over.
 
@@ -364,10 +375,13 @@ class _Driver:
                 self._pending.refuse_to_wait()
             # No worker reports the end of a partition of another run, so the bucket is polled.
             all_held_elsewhere = bool(self._pending and self._pool.find_idle())
+            has_no_worker = not (all_held_elsewhere or self._pool.is_busy)
             received = self._pool.receive(timeout=_POLL_INTERVAL if all_held_elsewhere else None)
             if all_held_elsewhere and time.monotonic() - last_poll > _POLL_INTERVAL:
                 self._pending.requeue_held()
                 last_poll = time.monotonic()
+            if has_no_worker:
+                self._pending.drop_ended()
             if received is not None:
                 self._handle_message(*received)
 

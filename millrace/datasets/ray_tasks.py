@@ -27,6 +27,8 @@ from millrace.storage import open_store
 logger = logging.getLogger(__name__)
 
 _REFRESH_INTERVAL = 5.0  # seconds between two looks at the size of the cluster
+_WARNING_INTERVAL = 60.0  # seconds between two warnings that no task starts
+_MAX_QUEUED = 2  # tasks that may wait for CPUs which are not free
 _HINT = "Install the driver's version of Millrace, with its extras, on every node."
 
 
@@ -67,6 +69,9 @@ class RayTask(PartitionWorker):
 class RayPool(WorkerPool):
     """Tasks on a Ray cluster.
 
+    A task holds its partition from the submission on. So only a few tasks wait for CPUs that other
+    jobs use: other runs can take the rest of the partitions.
+
     Args:
         ray: Module ``ray``, which is connected to the cluster.
         limit: Largest number of tasks at a time; None for no limit but the number of CPUs of the
@@ -83,7 +88,8 @@ class RayPool(WorkerPool):
         )
         self._tasks: dict[Any, RayTask] = {}
         self._slots = self._count_slots()
-        self._counted_at = time.monotonic()
+        self._free = self._count_free()  # CPUs without a task, as far as is known
+        self._counted_at = self._moved_at = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
@@ -93,20 +99,36 @@ class RayPool(WorkerPool):
     def find_idle(self) -> RayTask | None:
         """Return a new worker if the cluster has room for one."""
         if time.monotonic() - self._counted_at > _REFRESH_INTERVAL:
-            had_slots = self._slots
-            self._slots, self._counted_at = self._count_slots(), time.monotonic()
-            if had_slots and not self._slots:
-                logger.warning(
-                    "the Ray cluster has no CPU left, so no task runs: start nodes with `ray start "
-                    "--address`, and the run goes on"
-                )
-        return RayTask(self) if len(self._tasks) < self._slots else None
+            self._look_at_cluster()
+        if len(self._tasks) >= self._slots:
+            return None
+        queued = sum(not task.node for task in self._tasks.values())
+        return RayTask(self) if self._free > 0 or queued < _MAX_QUEUED else None
+
+    def _look_at_cluster(self) -> None:
+        had_slots = self._slots
+        self._slots, self._free = self._count_slots(), self._count_free()
+        self._counted_at = time.monotonic()
+        if had_slots and not self._slots:
+            logger.warning(
+                "the Ray cluster has no CPU left, so no task runs: start nodes with `ray start "
+                "--address`, and the run goes on"
+            )
+        if not self._tasks or any(task.node for task in self._tasks.values()):
+            self._moved_at = self._counted_at
+        elif self._slots and self._counted_at - self._moved_at > _WARNING_INTERVAL:
+            self._moved_at = self._counted_at
+            logger.warning(
+                "no task has started on the Ray cluster for a minute, since no CPU is free: wait "
+                "for the cluster's other jobs, or start nodes with `ray start --address`"
+            )
 
     def submit(self, task: RayTask, job: PartitionJob, lease: Lease) -> None:
         """Start a task."""
         term = lease.keys.make_term_key(lease.term)
         task.messages = self._shard.remote(orjson.dumps(job.reveal()), term, lease.holder.id)
         self._tasks[task.messages] = task
+        self._free -= 1
 
     def receive(self, timeout: float | None) -> tuple[PartitionWorker, dict[str, Any]] | None:
         """Return the next message of a task; an empty message means that the task is lost."""
@@ -123,6 +145,8 @@ class RayPool(WorkerPool):
             task.node, task.pid = message["started"]
         if message.keys() & {"started", "event"}:
             self._tasks[ready[0]] = task  # at the end, so that each task has its turn
+        else:
+            self._free += 1
         return None if "started" in message else (task, message)
 
     def replace(self, worker: PartitionWorker) -> None:
@@ -153,6 +177,9 @@ class RayPool(WorkerPool):
     def _count_slots(self) -> int:
         processors = _count_processors(self._ray)
         return processors if self._limit is None else min(self._limit, processors)
+
+    def _count_free(self) -> int:
+        return int(self._ray.available_resources().get("CPU", 0))
 
 
 @contextmanager
@@ -226,8 +253,13 @@ def shard_on_node(
     except errors.MillraceError as error:
         yield {"failed": [type(error).__name__, str(error)]}
         return
-    # Ray has added the driver's folders to the path.
-    worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+    try:
+        # Ray has added the driver's folders to the path.
+        worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+    except OSError as error:
+        yield {"started": [node, 0]}  # names the node
+        yield {"exited": [f"could not be started ({errors.format_error(error)})", True]}
+        return
     is_idle = False
     try:
         yield {"started": [node, worker.pid]}

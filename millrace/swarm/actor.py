@@ -1,6 +1,7 @@
 """Agent in a Ray worker. This module imports only the needs of an agent, to save memory."""
 
 import os
+import threading
 from pathlib import Path
 
 from millrace.errors import ConfigurationError
@@ -11,6 +12,7 @@ class Actor:
     """Agent in a Ray worker."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # Ray runs two calls at once
         self._agent: Agent | None = None
         self._key = b""
 
@@ -25,12 +27,22 @@ class Actor:
         Returns:
             Port of the agent, and the key that it was started with.
         """
-        if self._agent is None:
-            self._key = key
-            raise_file_limit()
-            self._agent = Agent(expand_variables(root), key, host=host)
-            self._agent.start()
-        return self._agent.port, self._key
+        with self._lock:
+            if self._agent is None:
+                raise_file_limit()
+                agent = Agent(expand_variables(root), key, host=host)
+                try:
+                    agent.start()
+                except BaseException:
+                    agent.close()
+                    raise
+                self._agent, self._key = agent, key
+            return self._agent.port, self._key
+
+    def is_idle(self) -> bool:
+        """Tell whether no run with a live driver uses the agent."""
+        with self._lock:
+            return self._agent is None or self._agent.is_idle()
 
 
 def expand_variables(root: str) -> Path:

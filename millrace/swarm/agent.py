@@ -107,10 +107,11 @@ class Agent:
         self._watch.start()
 
     def close(self) -> None:
-        """Stop to listen, and end the current run."""
+        """Stop to listen, and end the current run. The start of the agent may have failed."""
         self.ended.set()
-        self._server.shutdown()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
         self.end_run(None)
 
@@ -190,6 +191,11 @@ class Agent:
         finally:
             with self._lock:
                 self._ending -= 1
+
+    def is_idle(self) -> bool:
+        """Tell whether no run with a live driver uses the agent."""
+        with self._lock:
+            return not self._starting and (self._run is None or not self._run.is_driven())
 
     def get_run(self, name: str) -> NodeRun:
         """Return the run of a name.

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 TOO_LATE = "its agent had not started when the other nodes were ready"
 _WATCH_INTERVAL = 1.0  # seconds between two listings of the nodes of the cluster
+_IDLE_TIMEOUT = 10.0  # seconds for the answer of a kept agent whether it is idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,17 @@ class _RayAgents:
         self._ended = threading.Event()
         self._watching: list[threading.Thread] = []
         self._stack = ExitStack()
+        self._version, self._kept = "", list[str]()  # code of Millrace, and names of kept agents
 
     def __enter__(self) -> int:
         self._ray = self._stack.enter_context(cluster.connect(self._settings.address))
+        if self._settings.keep:
+            self._version = _digest_code()
+            self._kept = [
+                one["name"]
+                for one in self._ray.util.list_named_actors(all_namespaces=True)
+                if one["namespace"] == cluster.NAMESPACE
+            ]
         expected = self._start_missing()
         watcher = threading.Thread(target=self._watch, name="cluster", daemon=True)
         watcher.start()
@@ -153,10 +162,14 @@ class _RayAgents:
             "max_restarts": 0,
             "max_concurrency": 2,
         }
+        others: list[str] = []
         if self._settings.keep:
             folder = get_hex(compute_digest(str(self._root).encode()))
+            prefix = f"millrace-agent-{node_id}-{folder[:8]}"
+            agent = f"{prefix}-{self._version}"
+            others = [one for one in self._kept if one.startswith(prefix) and one != agent]
             options |= {
-                "name": f"millrace-agent-{node_id}-{folder[:8]}",
+                "name": agent,
                 "namespace": cluster.NAMESPACE,
                 "lifetime": "detached",
                 "get_if_exists": True,
@@ -167,6 +180,8 @@ class _RayAgents:
         answer = actor.start.remote(str(self._root), node["NodeManagerAddress"], key)
 
         def report_start() -> None:
+            for other in others:
+                self._end_idle(other)
             try:
                 port, agent_key = self._ray.get(answer)
             except Exception as error:  # noqa: BLE001 - the run continues without the node
@@ -178,7 +193,24 @@ class _RayAgents:
 
         threading.Thread(target=report_start, name=f"start-{node_id[:6]}", daemon=True).start()
 
+    def _end_idle(self, name: str) -> None:
+        """End an agent that another version of Millrace has kept, unless a run uses it."""
+        try:
+            actor = self._ray.get_actor(name, cluster.NAMESPACE)
+            if self._ray.get(actor.is_idle.remote(), timeout=_IDLE_TIMEOUT):
+                self._ray.kill(actor)
+        except Exception as error:  # noqa: BLE001 - the run does not need its end
+            log.info("The agent %s is left: %s", name, format_error(error))
+
     def _note(self, node: Node | AbsentNode) -> None:
         """Pass a node on, once: the end of the run may come before the answer of its agent."""
         if self._starting.pop(node.id, None) is not None:
             self._on_node(node)
+
+
+def _digest_code() -> str:
+    """Return a digest of the code of Millrace, which also tells versions in development apart."""
+    package = Path(__file__).parents[1]
+    files = sorted(package.rglob("*.py"))
+    lines = (f"{file.relative_to(package)} {compute_digest(file.read_bytes())}" for file in files)
+    return get_hex(compute_digest("\n".join(lines).encode()))[:8]

@@ -1,12 +1,16 @@
 """Addresses of Ray clusters."""
 
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray import exceptions
 
 from millrace import cluster
 from millrace.errors import ConfigurationError
@@ -93,3 +97,67 @@ def test_what_is_no_address_is_refused_with_a_sentence(address):
         cluster.connect(address),
     ):
         pass
+
+
+def take_over_sigterm(**_: Any) -> None:
+    """Replace the handler of SIGTERM, as `ray.init` does."""
+    signal.signal(signal.SIGTERM, lambda number, _: None)
+
+
+def test_a_connection_leaves_the_handler_of_sigterm_as_it_was(monkeypatch):
+    worker = SimpleNamespace(print_to_stdstream=None)
+    ray = SimpleNamespace(
+        init=take_over_sigterm,
+        is_initialized=lambda: False,
+        shutdown=lambda: None,
+        _private=SimpleNamespace(worker=worker),
+    )
+    monkeypatch.setattr(cluster, "_import_ray", lambda: ray)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with cluster.connect("local"):
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+NODES = [{"NodeID": digit * 56, "NodeManagerAddress": f"10.0.0.{digit}"} for digit in "123"]
+
+
+def ask_all(answers: dict[str, Exception]) -> list[dict[str, Any]]:
+    """Ask the nodes, of which some fail, and return those that answer."""
+
+    def get(node_id: str) -> None:
+        if node_id[0] in answers:
+            raise answers[node_id[0]]
+
+    def options(**options: Any) -> Any:
+        return SimpleNamespace(remote=lambda: options["scheduling_strategy"].node_id)
+
+    ray = SimpleNamespace(
+        remote=lambda _: SimpleNamespace(options=options),
+        get=get,
+        exceptions=exceptions,
+    )
+    return cluster.list_answering_nodes(ray, NODES, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "loss", [exceptions.NodeDiedError("lost"), exceptions.TaskUnschedulableError("lost")]
+)
+def test_a_node_that_is_lost_is_left_out(loss):
+    assert ask_all({"2": loss}) == [NODES[0], NODES[2]]
+
+
+def test_a_node_without_millrace_is_named():
+    cause = RuntimeError(
+        "The remote function failed to import on the worker.\n\nTraceback (most recent call "
+        "last):\n  ...\nModuleNotFoundError: No module named 'millrace'"
+    )
+    error = exceptions.RayTaskError("f", f"Traceback\n{cause}\n", cause, "ray::f", 1, "10.0.0.2")
+    said = (
+        r"The node 10\.0\.0\.2-222222 of the Ray cluster cannot run Millrace "
+        r"\(ModuleNotFoundError: No module named 'millrace'\): install the driver's version"
+    )
+    with pytest.raises(ConfigurationError, match=said):
+        ask_all({"2": error})

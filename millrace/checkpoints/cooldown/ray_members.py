@@ -5,12 +5,16 @@ cluster with token authentication.
 """
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from millrace import cluster, errors
 from millrace.checkpoints.cooldown.member import MemberSettings, end_epoch
+
+_RESULT_WAIT = 30.0  # seconds for the results of members after the block, also after the timeout
 
 
 class RayMembers:
@@ -28,14 +32,19 @@ class RayMembers:
 
 @contextmanager
 def run_members_on_ray(
-    settings: MemberSettings, address: str | None = None
+    settings: MemberSettings, address: str | None, timeout: timedelta
 ) -> Generator[RayMembers]:
     """Start a member on every node that has the checkpoint, and wait for all at the end.
+
+    A node that does not answer, for example since its disk stalls, holds up the others for
+    ``join_timeout`` or half of the timeout, whichever is shorter. A member that has not ended by
+    the timeout is stopped.
 
     Args:
         settings: Settings of all members. The source's URL may have variables of a node's
             environment (``file:///$SCRATCH/checkpoints``).
-        address: Address of the cluster.
+        address: Address of the cluster; None as for `cluster.connect`.
+        timeout: Longest wait for all members, from the call on.
 
     Yields:
         The members. After the block, ``faults`` has the errors by node.
@@ -49,11 +58,14 @@ def run_members_on_ray(
             cluster.make_node_name(node): cluster.make_node_options(node)
             for node in cluster.list_living_nodes(ray)
         }
+        began = time.monotonic()
+        limit = timeout.total_seconds()
         asked = {
             name: ray.remote(_explain_missing).options(max_retries=0, **options).remote(settings)
             for name, options in nodes.items()
         }
-        without = {name: why for name, one in asked.items() if (why := _await_result(ray, one))}
+        wait = min(limit / 2, settings.join_timeout.total_seconds())
+        without = _await_results(ray, asked, wait)
         names = [name for name in nodes if name not in without]
         if not names:
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(without.items())[:5])
@@ -70,17 +82,33 @@ def run_members_on_ray(
             for one in running.values():
                 ray.cancel(one, force=True)
             raise
-        members.faults = {
-            name: why for name, one in running.items() if (why := _await_result(ray, one))
-        }
+        wait = max(_RESULT_WAIT, began + limit - time.monotonic())
+        members.faults = _await_results(ray, running, wait)
 
 
-def _await_result(ray: Any, asked: Any) -> str:
-    """Wait for a task, and return the reason of its failure; empty after a success."""
-    try:
-        return str(ray.get(asked))
-    except Exception as error:  # noqa: BLE001 - a node that fails is a member less
-        return errors.format_error(error)
+def _await_results(ray: Any, asked: dict[str, Any], wait: float) -> dict[str, str]:
+    """Wait for the tasks of nodes, and return the reason of each failure, by node.
+
+    Args:
+        ray: Module ``ray``.
+        asked: Task of each node.
+        wait: Seconds after which the tasks that have not ended are stopped, and have failed.
+    """
+    deadline = time.monotonic() + wait
+    failed: dict[str, str] = {}
+    for name, one in asked.items():
+        try:
+            why = str(ray.get(one, timeout=max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            ray.cancel(one, force=True)
+            why = (
+                f"It did not answer in {wait:.0f} s. Look for a disk or a store that stalls there."
+            )
+        except Exception as error:  # noqa: BLE001 - a node that fails is a member less
+            why = errors.format_error(error)
+        if why:
+            failed[name] = why
+    return failed
 
 
 def _expand_variables(settings: MemberSettings) -> MemberSettings:

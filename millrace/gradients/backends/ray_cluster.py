@@ -18,8 +18,8 @@ from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.merging.merge import group_tensors
 
-_AT_ONCE = 64  # largest number of gradients that a node reads at once
 _READING, _CALLS = "reading", 4
+_SPARE_READS = 64  # threads for late reads of earlier windows, and for a larger concurrency later
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RayShards:
 
 @contextmanager
 def allocate_on_ray(
-    address: str, *, values: int, threads: int | None = None
+    address: str, *, values: int, reads: int, threads: int | None = None
 ) -> Generator[AllocateWeights]:
     """Yield a function that allocates a shard on each living node with a CPU of a Ray cluster.
 
@@ -91,22 +91,25 @@ def allocate_on_ray(
     Args:
         address: Address of the cluster; ``auto`` for the cluster of this machine.
         values: Number of values per object, as for `group_tensors`. Each object is on one node.
+        reads: Largest number of gradients of a window that are read at once. Each node has a
+            thread for each, so that reads which stall delay no others.
         threads: Number of threads on each node; by default one per processor.
 
     Raises:
-        ConfigurationError: There is no such cluster.
+        ConfigurationError: There is no such cluster, or one of its nodes lacks Millrace or torch.
     """
     actors: list[Any] = []
     with cluster.connect(address) as ray:
-        answering = cluster.list_answering_nodes(ray)
-        nodes = [node for node in answering if node["Resources"].get("CPU")] or answering
+        living = cluster.list_living_nodes(ray)
+        wanted = [node for node in living if node["Resources"].get("CPU")] or living
+        nodes = cluster.list_answering_nodes(ray, wanted, _import_shard)
         if not nodes:
             raise errors.ConfigurationError(
                 f"No node of the Ray cluster {address} answers: start nodes with `ray start`."
             )
 
         # Stalled reads must not delay other calls.
-        holder = ray.remote(concurrency_groups={_READING: _AT_ONCE})(WeightShard)
+        holder = ray.remote(concurrency_groups={_READING: reads + _SPARE_READS})(WeightShard)
 
         def allocate(shapes: Shapes) -> ShardedWeights:
             shares = divide_tensors(shapes, group_tensors(shapes, values), len(nodes))
@@ -123,6 +126,10 @@ def allocate_on_ray(
         finally:
             for actor in actors:
                 ray.kill(actor)
+
+
+def _import_shard() -> None:
+    """Do nothing: a node that runs this function has imported all that `WeightShard` needs."""
 
 
 def _make_lost_error(error: BaseException) -> errors.WorkerError:

@@ -122,8 +122,13 @@ def _choose_allocation(
 ) -> AbstractContextManager[AllocateWeights]:
     if settings.ray is None:
         return nullcontext(allocate_locally(threads=settings.threads, progress=progress))
-    values = settings.run.merge.values
-    return allocate_on_ray(settings.ray, values=values, threads=settings.threads)
+    run = settings.run
+    # `GradientReader` reads this many gradients at once if all workers but one stall.
+    reads = run.gather.concurrency + len(settings.workers) + len(settings.reserves)
+    reads += run.registration.most if run.registration else 0
+    return allocate_on_ray(
+        settings.ray, values=run.merge.values, reads=reads, threads=settings.threads
+    )
 
 
 def acquire_run_lease(store: Store, keys: ChainKeys, ttl: timedelta) -> Lease:

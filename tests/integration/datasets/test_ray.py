@@ -1,11 +1,13 @@
 """Partitions that the nodes of a Ray cluster shard."""
 
+import errno
 import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
+from millrace import cluster
 from millrace.datasets import (
     PipelineSettings,
+    dispatch,
     plan_dataset,
     preflight_dataset,
     ray_tasks,
@@ -332,6 +336,19 @@ def test_whatever_ends_the_work_of_a_node_is_the_last_message_of_its_task(
     assert run_on_node(settings, work, tmp_path)[-1] == last
 
 
+def test_a_node_that_cannot_start_a_process_loses_a_worker_and_not_the_run(
+    settings: PipelineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(ray_tasks, "start_worker", fail)
+    assert run_on_node(settings, "    return sample", tmp_path) == [
+        {"started": [NODE, 0]},
+        {"exited": ["could not be started ([Errno 12] Cannot allocate memory)", True]},
+    ]
+
+
 @pytest.mark.usefixtures("no_idle_workers")
 def test_a_node_whose_packages_make_other_bytes_than_the_plan_says_so(
     settings: PipelineSettings,
@@ -360,20 +377,110 @@ def test_a_task_that_is_stopped_in_the_middle_ends_its_process(settings: Pipelin
     assert not Path(f"/proc/{pid}").exists()
 
 
+class BusyRay:
+    """Stand-in for Ray whose tasks wait for CPUs that other jobs use."""
+
+    def __init__(self, processors: int, *, free: int) -> None:
+        self.cluster_resources = lambda: {"CPU": float(processors)}
+        self.available_resources = lambda: {"CPU": float(free)} if free else {}
+
+    def remote(self, _: Any) -> Any:
+        shard = SimpleNamespace(remote=lambda *_: object())
+        return SimpleNamespace(options=lambda **_: shard)
+
+    def wait(self, tasks: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [], tasks
+
+
 @pytest.mark.parametrize(("processors", "limit", "tasks"), [(2, 6, 2), (2, 1, 1), (2, None, 2)])
 def test_no_partition_is_claimed_for_which_a_cluster_has_no_cpu(
     processors: int, limit: int | None, tasks: int
 ) -> None:
-    options = SimpleNamespace(options=lambda **_: None)
-    ray = SimpleNamespace(
-        cluster_resources=lambda: {"CPU": float(processors)}, remote=lambda _: options
-    )
-    pool = RayPool(ray, limit)
+    pool = RayPool(BusyRay(processors, free=processors), limit)
     for number in range(tasks):
         task = pool.find_idle()
         assert task
         pool._tasks[number] = task
     assert pool.find_idle() is None
+
+
+def fill(pool: RayPool) -> int:
+    """Give partitions to a pool, as many as it takes, and return their number."""
+    job: Any = SimpleNamespace(reveal=dict)
+    lease: Any = SimpleNamespace(
+        keys=LeaseKeys("sets/one", "train-00000"), term=0, holder=SimpleNamespace(id="00aa")
+    )
+    count = 0
+    while task := pool.find_idle():
+        task.start(job, lease)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("free", "claimed"), [(8, 8), (5, 5), (1, 2), (0, 2)])
+def test_few_partitions_are_claimed_for_cpus_that_other_jobs_use(free: int, claimed: int) -> None:
+    assert fill(RayPool(BusyRay(8, free=free), None)) == claimed
+
+
+def test_the_cpu_of_a_task_that_has_started_is_no_reason_to_claim_fewer() -> None:
+    pool = RayPool(BusyRay(8, free=0), None)
+    fill(pool)
+    for task in pool._tasks.values():
+        task.node = NODE
+    assert fill(pool) == 2
+
+
+class Clock:
+    """Clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleep: Any = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_run_whose_tasks_do_not_start_says_so_each_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(ray_tasks, "time", clock)
+    pool = RayPool(BusyRay(8, free=0), None)
+    fill(pool)
+    said: list[int] = []
+    for _ in range(4):
+        clock.now += 31
+        assert pool.find_idle() is None
+        said.append(len(caplog.messages))
+    assert said == [0, 1, 1, 2]
+    assert "no task has started on the Ray cluster for a minute" in caplog.text
+    next(iter(pool._tasks.values())).node = NODE
+    clock.now += 100
+    pool.find_idle()
+    assert len(caplog.messages) == 2
+
+
+def test_a_run_without_a_cpu_ends_when_other_runs_have_ended_its_partitions(
+    settings: PipelineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert len(waits) < 5
+        waits.append(seconds)
+        if len(waits) == 2:
+            shard_dataset(settings)
+
+    clock.sleep = sleep
+    monkeypatch.setattr(ray_tasks, "time", clock)
+    pool = RayPool(BusyRay(0, free=0), None)
+    monkeypatch.setattr(dispatch, "connect_pool", lambda *_: nullcontext(pool))
+    monkeypatch.setattr(cluster, "check_reachable", lambda _: None)
+    execution = settings.execution.model_copy(update={"ray": "auto"})
+    report = shard_dataset(settings.model_copy(update={"execution": execution}))
+    assert (report.samples, report.new_samples) == (3000, 0)
 
 
 def test_a_cluster_that_does_not_answer_is_a_reason_why_the_run_would_refuse(

@@ -88,6 +88,31 @@ def test_agents_that_are_kept_are_used_again(ray_cluster, store):
     assert read_files(ray_cluster.disks[1] / "kept") == {"model.bin": b"22"}
 
 
+LATER = """
+import millrace.swarm.nodes as nodes
+nodes._digest_code = lambda: "0" * 8
+"""
+"""Stands for the code of another version of Millrace."""
+
+LIST = """
+import json, sys, ray
+ray.init(address=json.loads(sys.stdin.read()), log_to_driver=False)
+print(json.dumps([one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]))
+"""
+
+
+@pytest.mark.soak
+def test_agents_that_another_version_has_kept_are_replaced(ray_cluster, store):
+    store.put("model.bin", b"1")
+    warm(ray_cluster, store, f"${DISK}/replaced", keep=True)
+    before = set(ray_cluster.run_driver(LIST, ray_cluster.address))
+    report = warm(ray_cluster, store, f"${DISK}/replaced", keep=True, code=LATER)
+    after = set(ray_cluster.run_driver(LIST, ray_cluster.address))
+    assert [node["ready"] for node in report["nodes"]] == [True] * 3, report
+    assert len(before - after) == 3, (before, after)
+    assert len(after - before) == 3, (before, after)
+
+
 @pytest.mark.soak
 def test_nodes_of_one_name_are_all_warmed_and_reported(ray_cluster, store):
     body = os.urandom(5 << 20)
