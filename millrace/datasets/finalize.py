@@ -7,6 +7,7 @@ from millrace.block_lists import ShardBlockList
 from millrace.dataset_ledger import iterate_commits, iterate_partition_ledgers
 from millrace.datasets.indexes import make_indexes
 from millrace.datasets.partition import check_contiguous
+from millrace.datasets.plan import check_still_committed
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import (
     BlockDigestsUploaded,
@@ -19,7 +20,7 @@ from millrace.datasets.repair import LostShard, remake_shards
 from millrace.datasets.sources import SourceFiles
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
-from millrace.records import commit_same, fetch, is_stored
+from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import (
     DatasetPlan,
     Manifest,
@@ -69,7 +70,7 @@ def finalize_dataset(
         bad_rows=ledger.bad_rows,
         dropped=ledger.dropped,
     )
-    _check_still_committed(store, keys, plan)
+    check_still_committed(store, keys, plan)
     if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
     manifest = ledger.make_manifest(keys, plan)
@@ -219,20 +220,3 @@ def _find_lost_shards(
         for shard in entry.shards
         if shard.key in reasons
     ]
-
-
-def _check_still_committed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
-    """Refuse to complete a dataset whose plan was replaced after this run had read it.
-
-    A run that replaces a plan deletes the plan first, and then looks for commits. All commits of
-    this plan are made by now. So either this run finds that the plan is deleted, or the other run
-    finds the commits.
-    """
-    try:
-        is_committed = is_stored(store, keys.plan, plan)
-    except errors.NotFoundError:
-        is_committed = False
-    if not is_committed:
-        raise errors.ConflictError(
-            f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
-        )

@@ -386,14 +386,19 @@ def shard_dataset(
     else:
         limit = QuarantineLimit(store, keys, plan, settings.execution)
         limit.resume(plan)
-        if isinstance(files, MirroredFiles):
-            files.store_digests(list_planned_files(store, plan))
+
+        def store_digests() -> None:
+            if isinstance(files, MirroredFiles):
+                files.store_digests(list_planned_files(store, plan))
+
         shard_all_partitions(
             store,
             keys,
             _make_jobs(settings, plan, files, store.spec.model_copy(update={"url": store.url})),
+            plan=plan,
             execution=settings.execution,
             progress=limit.wrap_progress(counter),
+            prepare=store_digests,
             wait=wait,
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)

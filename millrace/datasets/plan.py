@@ -40,10 +40,10 @@ from millrace.datasets.transforms import list_transform_changes, record_transfor
 from millrace.datasets.writers import describe_writers, list_writers
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys
+from millrace.keys.leases import PLAN_REMOVAL, LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch, list_differences
+from millrace.records import commit_once, fetch, is_stored, list_differences
 from millrace.schemas.dataset import (
     DatasetPlan,
     FileRef,
@@ -190,6 +190,26 @@ def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest:
             f"{store.make_url(keys.manifest)} was made by another plan than {keys.plan}. Delete "
             f"{keys.plan}, and run the dataset with the settings and the source that it was made "
             "with, or give this one another name."
+        )
+
+
+def check_still_committed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+    """Refuse to go on with a plan that was replaced after this run had read it.
+
+    A run that replaces a plan deletes the plan first, and then looks for commits. Before a dataset
+    is completed, all commits of its plan are made. So either this function finds that the plan is
+    deleted, or the other run finds the commits.
+
+    Raises:
+        ConflictError: Another run has replaced the plan.
+    """
+    try:
+        is_committed = is_stored(store, keys.plan, plan)
+    except errors.NotFoundError:
+        is_committed = False
+    if not is_committed:
+        raise errors.ConflictError(
+            f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
         )
 
 
@@ -344,7 +364,7 @@ def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, S
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
-        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _LEASE_TIMEOUT, clock)
+        lease = acquire(store, LeaseKeys(keys.dataset, PLAN_REMOVAL), holder, _LEASE_TIMEOUT, clock)
         if isinstance(lease, Lease):
             heartbeat.keep(lease)
         yield holder, clock, isinstance(lease, Lease)
