@@ -306,8 +306,12 @@ def _run_in_process(
         _raise_fault(ending)  # the error of one partition ends the reading of the next
         progress(event)
 
-    def finish_partition(job: PartitionJob, lease: Lease, finish: Callable[[], object]) -> None:
-        with _watch_partition(job, RowNotes(), progress):
+    def finish_partition(
+        job: PartitionJob, lease: Lease, finish: Callable[[], object], last_row: str
+    ) -> None:
+        own_notes = RowNotes()  # `notes` has the rows of the next partition
+        own_notes.note_row(last_row)
+        with _watch_partition(job, own_notes, progress):
             finish()
         leases.heartbeat.release(lease)
 
@@ -331,7 +335,8 @@ def _run_in_process(
                 _raise_fault(ending)  # the first error
                 raise
             context = copy_context()  # of the caller, whose `progress` may need it
-            before, ending = ending, pool.submit(context.run, finish_partition, job, lease, finish)
+            before, last_row = ending, notes.get_last()[1]
+            ending = pool.submit(context.run, finish_partition, job, lease, finish, last_row)
             del finish  # with the source, which is not kept while the next one is read
             if before is not None:
                 before.result()
