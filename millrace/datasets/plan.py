@@ -15,6 +15,7 @@ from millrace import errors
 from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.formats import open_format
 from millrace.datasets.formats.fields import decide_fields
+from millrace.datasets.manifest_size import check_manifest_size
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     PlanRemoved,
@@ -229,6 +230,7 @@ def commit_plan(
         has the latter, so that only one copy of them stays in memory.
 
     Raises:
+        ConfigurationError: A new dataset would have more shards than its manifest can name.
         ConflictError: The dataset was planned with other settings, and the message names the
             fields. Or the plan is lost, and the dataset has commits by another plan than this one.
         ChangedError: The source has changed since the plan was committed. The message names the
@@ -240,7 +242,8 @@ def commit_plan(
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
                 continue
-            _check_commits(store, keys, plan)
+            if not _check_commits(store, keys, plan) and (warning := check_manifest_size(plan)):
+                logger.warning("%s", warning)
             _store_objects(store, objects)
             committed = commit_once(store, keys.plan, plan).record
         try:
@@ -268,18 +271,23 @@ def find_committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
         return None
 
 
-def _check_commits(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+def _check_commits(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> bool:
     """Check that a dataset without a plan has no commits, or commits by this plan.
+
+    Returns:
+        Whether there are commits.
 
     Raises:
         ConflictError: The dataset was made by another plan.
     """
-    if _find_plan_digest(store, keys) not in {None, compute_plan_digest(plan)}:
+    digest = _find_plan_digest(store, keys)
+    if digest not in {None, compute_plan_digest(plan)}:
         raise errors.ConflictError(
             f"{store.make_url(keys.dataset)} has no plan.json, and its shards were made by another "
             "plan than this one. Run it with the settings and the source that it was made with, "
             "or give this one another name."
         )
+    return digest is not None
 
 
 def _find_plan_digest(store: Store, keys: DatasetKeys) -> str | None:
