@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from millrace import errors
+from millrace.datasets.plan import check_still_committed
 from millrace.datasets.progress_events import (
     PartitionEnded,
     PartitionsPending,
@@ -36,7 +37,7 @@ from millrace.datasets.worker_pool import Assignment, PartitionWorker, WorkerPoo
 from millrace.datasets.worker_processes import ProcessPool
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name
+from millrace.keys.leases import COLLECTOR, PLAN_REMOVAL, LeaseKeys, make_run_lease_name
 from millrace.lease import (
     Heartbeat,
     HeldLease,
@@ -48,7 +49,7 @@ from millrace.lease import (
 )
 from millrace.progress import Event, Progress, serialize_events
 from millrace.records import read_records
-from millrace.schemas.dataset import Partition, PartitionEnd
+from millrace.schemas.dataset import DatasetPlan, Partition, PartitionEnd
 from millrace.storage import Store, exists, list_objects
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ def shard_all_partitions(
     keys: DatasetKeys,
     jobs: PartitionJobs,
     *,
+    plan: DatasetPlan,
     execution: ExecutionSettings,
     progress: Progress,
+    prepare: Callable[[], object] = lambda: None,
     wait: bool = True,
 ) -> None:
     """Shard the partitions that have not ended, and return when every partition has ended.
@@ -73,12 +76,16 @@ def shard_all_partitions(
         store: Store of the dataset.
         keys: Names of the dataset.
         jobs: Jobs of all partitions.
+        plan: Plan of the dataset, which must still be committed.
         execution: Number and place of the workers, and the time after which the lease of a dead
             holder ends.
         progress: Called in this thread; without workers, in one thread at a time.
+        prepare: Function that is called before the first partition. No other run replaces the plan
+            while it is called.
         wait: Whether to wait for the partitions that other runs hold.
 
     Raises:
+        ConflictError: Another run has replaced the plan.
         HeldError: `wait` is false, and other runs work on all partitions that have not ended.
         WorkerError: Several workers in a row died in one partition.
         MillraceError: A worker raised this error. The other workers are stopped; a later run
@@ -93,7 +100,8 @@ def shard_all_partitions(
     with Heartbeat(ttl) as heartbeat:
         leases = _PartitionLeases(store, keys, holder, ttl, clock, heartbeat)
         if pending:
-            leases.begin_run()
+            leases.begin_run(plan)
+        prepare()
         if execution.ray:
             with connect_pool(execution.ray, execution.workers) as pool:
                 _Driver(pool, pending, leases, progress).run()
@@ -115,8 +123,8 @@ class _PartitionLeases:
     clock: StoreClock
     heartbeat: Heartbeat
 
-    def begin_run(self) -> None:
-        """Take the lease of this run. Wait as long as a process collects the garbage.
+    def begin_run(self, plan: DatasetPlan) -> None:
+        """Take the lease of this run. Wait as long as a process collects garbage or removes a plan.
 
         The collector takes its lease first, and then looks for leases of runs. So one of the two
         processes finds the lease of the other. The first look spares a collector that has begun the
@@ -127,19 +135,29 @@ class _PartitionLeases:
         next heartbeat renews the lease, since no other process takes a lease of this name. So the
         collector stops before its next batch. Objects that are deleted until then are not lost: a
         commit uploads missing ones again, and a dataset is finalized after a listing of its shards.
+
+        A run that removes the plan also takes its lease first, and then looks for leases of runs.
+        If it has not found this run's lease, the plan is read again after the removal.
+
+        Raises:
+            ConflictError: Another run has replaced the plan.
         """
         name = make_run_lease_name(self.holder.id)
         keys = LeaseKeys(self.keys.dataset, name)
         while True:
-            if not self._is_collected():
+            if not self._is_held(COLLECTOR):
                 lease = acquire(self.store, keys, self.holder, self.ttl, self.clock)
                 assert isinstance(lease, Lease), "another process has the holder id of this one"
                 self.heartbeat.keep(lease)
-                if not self._is_collected():
-                    return
+                if not self._is_held(COLLECTOR):
+                    break
                 self.heartbeat.release(lease)
             logger.info("%s waits for the end of the collection of garbage", self.keys.dataset)
             time.sleep(_POLL_INTERVAL)
+        while self._is_held(PLAN_REMOVAL):
+            logger.info("%s waits for the end of the removal of a plan", self.keys.dataset)
+            time.sleep(_POLL_INTERVAL)
+        check_still_committed(self.store, self.keys, plan)
 
     def claim(self, partition: str) -> Lease | HeldLease:
         """Take the lease of a partition; return the lease of another holder if there is one."""
@@ -149,9 +167,9 @@ class _PartitionLeases:
             self.heartbeat.keep(lease)
         return lease
 
-    def _is_collected(self) -> bool:
-        """Decide whether a process collects the garbage of the dataset. One listing."""
-        keys = LeaseKeys(self.keys.dataset, COLLECTOR)
+    def _is_held(self, name: str) -> bool:
+        """Decide whether a process holds a lease of the dataset. One listing."""
+        keys = LeaseKeys(self.keys.dataset, name)
         return find_holder(self.store, keys, self.clock) is not None
 
 
@@ -299,8 +317,12 @@ def _run_in_process(
         _raise_fault(ending)  # the error of one partition ends the reading of the next
         progress(event)
 
-    def finish_partition(job: PartitionJob, lease: Lease, finish: Callable[[], object]) -> None:
-        with _watch_partition(job, RowNotes(), progress):
+    def finish_partition(
+        job: PartitionJob, lease: Lease, finish: Callable[[], object], last_row: str
+    ) -> None:
+        own_notes = RowNotes()  # `notes` has the rows of the next partition
+        own_notes.note_row(last_row)
+        with _watch_partition(job, own_notes, progress):
             finish()
         leases.heartbeat.release(lease)
 
@@ -324,7 +346,8 @@ def _run_in_process(
                 _raise_fault(ending)  # the first error
                 raise
             context = copy_context()  # of the caller, whose `progress` may need it
-            before, ending = ending, pool.submit(context.run, finish_partition, job, lease, finish)
+            before, last_row = ending, notes.get_last()[1]
+            ending = pool.submit(context.run, finish_partition, job, lease, finish, last_row)
             del finish  # with the source, which is not kept while the next one is read
             if before is not None:
                 before.result()

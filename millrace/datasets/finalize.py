@@ -7,6 +7,7 @@ from millrace.block_lists import ShardBlockList
 from millrace.dataset_ledger import iterate_commits, iterate_partition_ledgers
 from millrace.datasets.indexes import make_indexes
 from millrace.datasets.partition import check_contiguous
+from millrace.datasets.plan import check_still_committed
 from millrace.datasets.plan_digest import check_plan_digest, compute_plan_digest
 from millrace.datasets.progress_events import (
     BlockDigestsUploaded,
@@ -19,7 +20,7 @@ from millrace.datasets.repair import LostShard, remake_shards
 from millrace.datasets.sources import SourceFiles
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Progress
-from millrace.records import commit_same, fetch, is_stored
+from millrace.records import commit_same, fetch
 from millrace.schemas.dataset import (
     DatasetPlan,
     Manifest,
@@ -69,7 +70,7 @@ def finalize_dataset(
         bad_rows=ledger.bad_rows,
         dropped=ledger.dropped,
     )
-    _check_still_committed(store, keys, plan)
+    check_still_committed(store, keys, plan)
     if lost := _find_lost_shards(store, keys, ledger.shards):
         remake_shards(store, plan, files, lost, progress=progress)
     manifest = ledger.make_manifest(keys, plan)
@@ -97,6 +98,7 @@ class _LedgerTotals:
 
     Attributes:
         plan_digest: Digest of the plan.
+        is_reproducible: Whether every read of the source gives the same samples.
         samples: Number of samples by split.
         shards: Shards of all formats, in the order of their commits.
         blocks: Digests of the blocks of these shards.
@@ -108,6 +110,7 @@ class _LedgerTotals:
     """
 
     plan_digest: str
+    is_reproducible: bool
     samples: dict[str, int]
     shards: list[ManifestShard] = field(default_factory=list[ManifestShard])
     blocks: ShardBlockList = field(default_factory=ShardBlockList)
@@ -125,6 +128,8 @@ class _LedgerTotals:
             CorruptError: The digests of blocks in a commit do not fit the shard.
         """
         check_plan_digest([*commits, end], self.plan_digest)
+        if not self.is_reproducible:
+            commits = commits[: end.commits]  # a run that was overtaken may have made later ones
         check_contiguous(commits, end.partition)
         samples = sum(commit.samples for commit in commits)
         if len(commits) != end.commits or samples != end.samples:
@@ -178,7 +183,11 @@ def _read_ledger(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> _LedgerT
         CorruptError: Records are damaged.
     """
     splits = {partition.name: partition.split for partition in plan.partitions}
-    totals = _LedgerTotals(compute_plan_digest(plan), dict.fromkeys(sorted({*splits.values()}), 0))
+    totals = _LedgerTotals(
+        compute_plan_digest(plan),
+        plan.source.is_reproducible,
+        dict.fromkeys(sorted({*splits.values()}), 0),
+    )
     fault: errors.MillraceError | None = None
     for ledger in iterate_partition_ledgers(store, keys):
         split = splits.pop(ledger.partition, None)
@@ -219,20 +228,3 @@ def _find_lost_shards(
         for shard in entry.shards
         if shard.key in reasons
     ]
-
-
-def _check_still_committed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
-    """Refuse to complete a dataset whose plan was replaced after this run had read it.
-
-    A run that replaces a plan deletes the plan first, and then looks for commits. All commits of
-    this plan are made by now. So either this run finds that the plan is deleted, or the other run
-    finds the commits.
-    """
-    try:
-        is_committed = is_stored(store, keys.plan, plan)
-    except errors.NotFoundError:
-        is_committed = False
-    if not is_committed:
-        raise errors.ConflictError(
-            f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
-        )

@@ -38,6 +38,7 @@ class LedgerFollower:
     def __init__(self, store: Store, dataset: str, progress: Progress) -> None:
         self._store, self._keys, self._progress = store, DatasetKeys(dataset), progress
         self._plan: DatasetPlan | None = None
+        self._has_reported_partitions = False
         self._is_first = True
         self._seen: set[str] = set()
         self._old_shards: set[str] = set()
@@ -50,30 +51,34 @@ class LedgerFollower:
     def poll(self) -> None:
         """Report the commits since the last poll. The first poll only notes the commits.
 
-        Costs a listing of the ledger, and a read of each new commit.
+        Costs a listing of the ledger, and a read of each new commit. After an error, the next poll
+        reports what this one has not.
         """
-        is_first, self._is_first = self._is_first, False
-        # A plan without commits may be replaced.
-        is_new_plan = not self._seen and self._read_plan()
+        if not self._seen:  # a plan without commits may be replaced
+            self._read_plan()
         if self._plan is None:
+            self._is_first = False
             return
         partitions = {one.name: one for one in self._plan.partitions}
         # All commits of an ended partition are listed after its end.
         ends = list(self._read_new(PartitionEnd, self._keys.parse_end))
         commits = self._read_new(ShardCommit, self._keys.parse_commit)
-        if is_new_plan:
-            ended = len(ends) if is_first else 0
+        if not self._has_reported_partitions:
+            ended = len(ends) if self._is_first else 0
             self._progress(PartitionsPending(partitions=len(partitions) - ended))
-        if is_first:
-            self._old_shards = {shard.key for commit in commits for shard in commit.shards}
-            return
-        for commit in commits:
-            if (partition := partitions.get(commit.partition)) is None:
-                continue
-            self._progress(ShardCommitted.describe(commit, partition))
-        for end in ends:
-            if end.partition in partitions:
+            self._has_reported_partitions = True
+        for key, commit in commits:
+            if self._is_first:
+                self._old_shards.update(shard.key for shard in commit.shards)
+            elif commit.partition in partitions:
+                partition = partitions[commit.partition]
+                self._progress(ShardCommitted.describe(commit, partition))
+            self._seen.add(key)
+        for key, end in ends:
+            if not self._is_first and end.partition in partitions:
                 self._progress(PartitionEnded.describe(end))
+            self._seen.add(key)
+        self._is_first = False
 
     def make_report(
         self, settings: PipelineSettings, seconds: float, dollars: float
@@ -107,15 +112,15 @@ class LedgerFollower:
             warnings=tuple(write_card_and_warn(settings, self._store, plan, manifest)),
         )
 
-    def _read_plan(self) -> bool:
-        """Read the plan, and report it; return whether it is another than before."""
+    def _read_plan(self) -> None:
+        """Read the plan, and report it if it is another than before."""
         try:
             plan = fetch_plan(self._store, self._keys)
         except errors.NotFoundError:
-            return False
+            return
         if plan == self._plan:
-            return False
-        self._plan = plan
+            return
+        self._plan, self._has_reported_partitions = plan, False
         self._progress(
             PlanCommitted(
                 key=self._keys.plan,
@@ -124,15 +129,15 @@ class LedgerFollower:
                 size=plan.source.size,
             )
         )
-        return True
 
-    def _read_new(self, kind: type[R], parse: Callable[[str], object]) -> Iterator[R]:
-        """Yield the intact records of a kind that no poll has read before."""
+    def _read_new(self, kind: type[R], parse: Callable[[str], object]) -> Iterator[tuple[str, R]]:
+        """Yield the key and the record of each intact record that no poll has reported before."""
 
         def is_new(stat: Stat) -> bool:
             return stat.key not in self._seen and parse(stat.key) is not None
 
         for stat, record in iterate_records(self._store, self._keys.commits, kind, wanted=is_new):
-            self._seen.add(stat.key)
-            if not isinstance(record, errors.CorruptError):
-                yield record
+            if isinstance(record, errors.CorruptError):
+                self._seen.add(stat.key)
+            else:
+                yield stat.key, record

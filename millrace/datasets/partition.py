@@ -136,13 +136,13 @@ def write_partition(
         ConflictError: A shard or commit is already there with another content.
         ConfigurationError: The source is not reproducible, and a row makes several samples.
     """
-    if exists(store, keys.make_end_key(partition.name)):
-        end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
-        check_plan_digest([end], plan_digest)
-        progress(PartitionEnded.describe(end))
-        return lambda: end
     source = _note_source_rows(source, notes)
     while True:
+        if exists(store, keys.make_end_key(partition.name)):
+            end = fetch(store, keys.make_end_key(partition.name), PartitionEnd)
+            check_plan_digest([end], plan_digest)
+            progress(PartitionEnded.describe(end))
+            return lambda: end
         last = _read_last_commit(store, keys, partition.name)
         check_plan_digest([last] if last else [], plan_digest)
         position, number = (last.next_position, last.number + 1) if last else ((0, 0), 0)
@@ -651,6 +651,9 @@ def _finish_partition(
 ) -> PartitionEnd:
     """Wait for the commits, compare the ledger with the rows that were read, and commit the end.
 
+    Of a source that is not reproducible, the first end counts. Then later commits of this run are
+    in no dataset.
+
     Args:
         store: Store of the dataset.
         keys: Names of the dataset.
@@ -683,6 +686,11 @@ def _finish_partition(
         plan_digest=plan_digest,
     )
     uploader.progress(PartitionEnding(partition=partition, samples=end.samples, size=end.size))
-    _commit_same(store, keys.make_end_key(partition), end, calls_functions=source.calls_functions)
+    key = keys.make_end_key(partition)
+    if uploader.is_reproducible:
+        _commit_same(store, key, end, calls_functions=source.calls_functions)
+    else:  # a run that has met the end first may have downloaded other bytes
+        end = commit_once(store, key, end).record
+        check_plan_digest([end], plan_digest)
     uploader.progress(PartitionEnded.describe(end))
     return end

@@ -15,6 +15,7 @@ from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.card import check_readme, make_card, write_card
 from millrace.datasets.dispatch import shard_all_partitions
 from millrace.datasets.finalize import finalize_dataset
+from millrace.datasets.manifest_size import check_manifest_size
 from millrace.datasets.plan import (
     check_committed,
     check_manifest,
@@ -235,7 +236,8 @@ def preflight_dataset(
         "Whether the credentials may write there is not checked, since a plan writes nothing.",
     )
     refusals: list[str] = []
-    state = ""
+    notes = list(partitioned.notes)
+    begun, complete, state = None, False, ""
     ended: set[str | None] = set()
     try:
         store = _open_for_preflight(settings)
@@ -264,6 +266,10 @@ def preflight_dataset(
             cluster.check_reachable(settings.execution.ray)
         except errors.ConfigurationError as error:
             refusals.append(str(error))
+    if begun is None and not complete:
+        size_notes, size_refusals = _judge_manifest_size(plan)
+        notes += size_notes
+        refusals += size_refusals
     preview = preview_partition(settings, plan, partitioned.objects, files, samples)
     if preview.refusal and preview.partition not in ended:
         refusals.append(preview.refusal)
@@ -275,10 +281,7 @@ def preflight_dataset(
         refusals=tuple(refusals),
         largest_sample=partitioned.largest_sample,
         open_partitions=sum(one.name not in ended for one in plan.partitions),
-        notes=(
-            *partitioned.notes,
-            *_describe_empty_splits(plan, [one.split for one in plan.partitions]),
-        ),
+        notes=(*notes, *_describe_empty_splits(plan, [one.split for one in plan.partitions])),
         preview=preview,
     )
     return plan, found
@@ -318,6 +321,15 @@ def _describe_empty_splits(plan: DatasetPlan, splits: Sequence[str]) -> list[str
     ]
 
 
+def _judge_manifest_size(plan: DatasetPlan) -> tuple[list[str], list[str]]:
+    """Return a note and a refusal about the number of shards of a new dataset, at most one each."""
+    try:
+        note = check_manifest_size(plan)
+    except errors.ConfigurationError as error:
+        return [], [str(error)]
+    return [note] if note else [], []
+
+
 def _open_for_preflight(settings: PipelineSettings) -> Store:
     """Open the store of a dataset to read it, without a long wait and without a new folder."""
     timeout = min(settings.store.retry_timeout, _PREFLIGHT_TIMEOUT)
@@ -348,7 +360,8 @@ def shard_dataset(
             wait, to continue the partitions of runs that are killed.
 
     Raises:
-        ConfigurationError: The records under this name are those of a dataset with another name.
+        ConfigurationError: The records under this name are those of a dataset with another name,
+            or a new dataset would have more shards than its manifest can name.
         ConflictError: The dataset was planned or made with other settings, or a dataset card would
             replace a file of other origin.
         ChangedError: The source has changed since the dataset was planned.
@@ -386,14 +399,19 @@ def shard_dataset(
     else:
         limit = QuarantineLimit(store, keys, plan, settings.execution)
         limit.resume(plan)
-        if isinstance(files, MirroredFiles):
-            files.store_digests(list_planned_files(store, plan))
+
+        def store_digests() -> None:
+            if isinstance(files, MirroredFiles):
+                files.store_digests(list_planned_files(store, plan))
+
         shard_all_partitions(
             store,
             keys,
             _make_jobs(settings, plan, files, store.spec.model_copy(update={"url": store.url})),
+            plan=plan,
             execution=settings.execution,
             progress=limit.wrap_progress(counter),
+            prepare=store_digests,
             wait=wait,
         )
         manifest = finalize_dataset(store, keys, plan, files=files, limit=limit, progress=progress)

@@ -15,6 +15,7 @@ from millrace import errors
 from millrace.dataset_ledger import fetch_plan
 from millrace.datasets.formats import open_format
 from millrace.datasets.formats.fields import decide_fields
+from millrace.datasets.manifest_size import check_manifest_size
 from millrace.datasets.plan_digest import compute_plan_digest
 from millrace.datasets.progress_events import (
     PlanRemoved,
@@ -40,10 +41,10 @@ from millrace.datasets.transforms import list_transform_changes, record_transfor
 from millrace.datasets.writers import describe_writers, list_writers
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys
+from millrace.keys.leases import PLAN_REMOVAL, LeaseKeys
 from millrace.lease import Census, Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Progress, ignore_event
-from millrace.records import commit_once, fetch, list_differences
+from millrace.records import commit_once, fetch, is_stored, list_differences
 from millrace.schemas.dataset import (
     DatasetPlan,
     FileRef,
@@ -193,6 +194,26 @@ def check_manifest(store: Store, keys: DatasetKeys, plan: DatasetPlan, manifest:
         )
 
 
+def check_still_committed(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+    """Refuse to go on with a plan that was replaced after this run had read it.
+
+    A run that replaces a plan deletes the plan first, and then looks for commits. Before a dataset
+    is completed, all commits of its plan are made. So either this function finds that the plan is
+    deleted, or the other run finds the commits.
+
+    Raises:
+        ConflictError: Another run has replaced the plan.
+    """
+    try:
+        is_committed = is_stored(store, keys.plan, plan)
+    except errors.NotFoundError:
+        is_committed = False
+    if not is_committed:
+        raise errors.ConflictError(
+            f"{keys.dataset}: another run has replaced the plan meanwhile. Run it again."
+        )
+
+
 def commit_plan(
     store: Store,
     keys: DatasetKeys,
@@ -209,6 +230,7 @@ def commit_plan(
         has the latter, so that only one copy of them stays in memory.
 
     Raises:
+        ConfigurationError: A new dataset would have more shards than its manifest can name.
         ConflictError: The dataset was planned with other settings, and the message names the
             fields. Or the plan is lost, and the dataset has commits by another plan than this one.
         ChangedError: The source has changed since the plan was committed. The message names the
@@ -220,7 +242,8 @@ def commit_plan(
             if exists(store, keys.plan_removed) and not _try_finish_removal(store, keys, progress):
                 time.sleep(_POLL_INTERVAL)
                 continue
-            _check_commits(store, keys, plan)
+            if not _check_commits(store, keys, plan) and (warning := check_manifest_size(plan)):
+                logger.warning("%s", warning)
             _store_objects(store, objects)
             committed = commit_once(store, keys.plan, plan).record
         try:
@@ -248,18 +271,23 @@ def find_committed_plan(store: Store, keys: DatasetKeys) -> DatasetPlan | None:
         return None
 
 
-def _check_commits(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> None:
+def _check_commits(store: Store, keys: DatasetKeys, plan: DatasetPlan) -> bool:
     """Check that a dataset without a plan has no commits, or commits by this plan.
+
+    Returns:
+        Whether there are commits.
 
     Raises:
         ConflictError: The dataset was made by another plan.
     """
-    if _find_plan_digest(store, keys) not in {None, compute_plan_digest(plan)}:
+    digest = _find_plan_digest(store, keys)
+    if digest not in {None, compute_plan_digest(plan)}:
         raise errors.ConflictError(
             f"{store.make_url(keys.dataset)} has no plan.json, and its shards were made by another "
             "plan than this one. Run it with the settings and the source that it was made with, "
             "or give this one another name."
         )
+    return digest is not None
 
 
 def _find_plan_digest(store: Store, keys: DatasetKeys) -> str | None:
@@ -344,7 +372,7 @@ def _claim_removal(store: Store, keys: DatasetKeys) -> Generator[tuple[Holder, S
     holder = Holder.describe_this_process()
     clock = StoreClock.read(store, keys.dataset, holder)
     with Heartbeat(_LEASE_TIMEOUT) as heartbeat:
-        lease = acquire(store, LeaseKeys(keys.dataset, "plan"), holder, _LEASE_TIMEOUT, clock)
+        lease = acquire(store, LeaseKeys(keys.dataset, PLAN_REMOVAL), holder, _LEASE_TIMEOUT, clock)
         if isinstance(lease, Lease):
             heartbeat.keep(lease)
         yield holder, clock, isinstance(lease, Lease)

@@ -110,14 +110,14 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
             f"{store.make_url(dataset)} has no plan: no dataset was sharded under this name."
         ) from None
     damaged: list[str] = []
-    ends: set[str] = set()
+    ends: dict[str, PartitionEnd] = {}
     for _, end in iterate_records(
         store, keys.commits, PartitionEnd, wanted=lambda s: keys.parse_end(s.key) is not None
     ):
         if isinstance(end, errors.CorruptError):
             damaged.append(str(end))
         else:
-            ends.add(end.partition)
+            ends[end.partition] = end
     counts = {partition.name: _PartitionCounts() for partition in plan.partitions}
     url, other_name = plan.source.url, describe_other_name(store, keys, plan.dataset)
     del plan  # of many partitions, the counts are enough
@@ -126,6 +126,8 @@ def read_status(store: Store, dataset: str) -> DatasetStatus:
     ):
         if isinstance(entry, errors.CorruptError):
             damaged.append(str(entry))
+        elif (end := ends.get(entry.partition)) and entry.number >= end.commits:
+            pass  # of a run over a list of URLs that another run has overtaken
         elif entry.partition in counts:  # otherwise the plan of the commit was replaced
             counts[entry.partition].add(entry)
     held: dict[str, HeldLease] = {}

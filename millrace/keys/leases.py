@@ -11,6 +11,8 @@ RUNS = "runs"
 """Folder of the leases of the processes that work on a whole dataset."""
 COLLECTOR = f"{RUNS}/garbage"
 """Name of the lease of the process that collects the garbage of a dataset."""
+PLAN_REMOVAL = "plan"
+"""Name of the lease of the process that removes the plan of a dataset, to replace it."""
 _LEASE_OBJECT = re.compile(r".+/[0-9]{6,18}\.(?:json|beat|end)|clock/[0-9a-f]{16}")
 
 

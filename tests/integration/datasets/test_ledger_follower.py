@@ -1,8 +1,13 @@
 """A dataset that another machine makes is followed by its ledger."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from millrace.datasets import PipelineSettings, shard_dataset
+import pytest
+
+from millrace import errors
+from millrace.datasets import PipelineSettings, ledger_follower, shard_dataset
 from millrace.datasets.ledger_follower import LedgerFollower
 from millrace.datasets.progress_events import (
     PartitionEnded,
@@ -11,7 +16,9 @@ from millrace.datasets.progress_events import (
     ShardCommitted,
 )
 from millrace.progress import Event
-from millrace.storage import open_store
+from millrace.records import Record, iterate_records
+from millrace.schemas.dataset import PartitionEnd, ShardCommit
+from millrace.storage import Store, open_store
 from tests.support.flows.fixtures import make_jsonl, make_texts
 
 
@@ -92,6 +99,43 @@ def test_a_follower_counts_nothing_that_was_there_before(tmp_path: Path) -> None
         ends[-1].parent.name
     ]
     assert follower.make_report(config, 1.0, 0.0).new_shards == 0
+
+
+@pytest.mark.parametrize("kind", [PartitionEnd, ShardCommit])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_failed_poll_has_not_reported_comes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Record], is_first: bool
+) -> None:
+    """The store does not answer after the first record of a kind."""
+    config = make_config(tmp_path)
+    own, followed = Events(), Events()
+    follower = LedgerFollower(open_store(config.store), "words", followed.note)
+    if not is_first:
+        follower.poll()
+    report = shard_dataset(config, progress=own.note)
+
+    def fail(store: Store, prefix: str, wanted_kind: type[Record], **options: Any) -> Iterator[Any]:
+        records = iterate_records(store, prefix, wanted_kind, **options)
+        if wanted_kind is kind:
+            yield next(records)
+            raise errors.UnavailableError("503")
+        yield from records
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_follower, "iterate_records", fail)
+        for _ in range(2):
+            with pytest.raises(errors.UnavailableError):
+                follower.poll()
+    follower.poll()
+    follower.poll()
+    plans = [one for one in followed if isinstance(one, PlanCommitted)]
+    assert plans == [one for one in own if isinstance(one, PlanCommitted)]
+    pending = [one.partitions for one in followed if isinstance(one, PartitionsPending)]
+    assert pending == [0 if is_first else report.partitions]
+    assert describe_commits(followed) == ([] if is_first else describe_commits(own))
+    assert count(followed, PartitionEnded) == (0 if is_first else report.partitions)
+    found = follower.make_report(config, report.seconds, 1.5)
+    assert found.new_shards == (0 if is_first else report.new_shards)
 
 
 def test_a_card_that_no_machine_has_written_is_written_for_the_report(tmp_path: Path) -> None:

@@ -55,13 +55,20 @@ from millrace.datasets.progress_events import (
 )
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import CardSettings
+from millrace.datasets.sources import MirroredFiles
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
-from millrace.keys.leases import COLLECTOR, LeaseKeys, make_run_lease_name, parse_lease
+from millrace.keys.leases import (
+    COLLECTOR,
+    PLAN_REMOVAL,
+    LeaseKeys,
+    make_run_lease_name,
+    parse_lease,
+)
 from millrace.lease import Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.records import encode_record, fetch
-from millrace.schemas.dataset import DatasetPlan, decode_sample_offsets
+from millrace.schemas.dataset import DatasetPlan, FileRef, decode_sample_offsets
 from millrace.storage import create, delete, exists, list_objects, open_store, put, read
 from tests.stores import make_spec
 
@@ -414,6 +421,28 @@ def kill_at(event_class: type[Event]):
     return kill
 
 
+@contextmanager
+def call_at_message(text, call, caplog):
+    """Call a function once, at the first message of a run that contains a text."""
+
+    class CallOnce(logging.Handler):
+        called = False
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if text in record.getMessage() and not self.called:
+                self.called = True
+                call()
+
+    logger, handler = logging.getLogger("millrace.datasets.dispatch"), CallOnce()
+    caplog.set_level(logging.INFO, logger.name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert handler.called
+
+
 OTHER = {"sharding": {"partition_bytes": 40_000}}
 
 
@@ -467,6 +496,64 @@ def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
     assert report.samples == 2000
 
 
+def test_a_run_whose_plan_is_replaced_before_its_lease_commits_nothing(settings):
+    alone = changed(settings, execution={"workers": 0})
+    other, stopped = changed(alone, **OTHER), []
+
+    def replace_plan(event: Event) -> None:
+        if isinstance(event, PartitionsPending):
+            with pytest.raises(KilledError):
+                shard_dataset(other, progress=kill_at(PartitionEnded))
+            stopped.append(event)
+
+    with pytest.raises(errors.ConflictError, match="replaced the plan meanwhile"):
+        shard_dataset(alone, progress=replace_plan)
+    assert len(stopped) == 1
+    report = shard_dataset(other)
+    store = open_store(settings.store)
+    assert ids_in(store, report.manifest.shards) == Counter(range(2000))
+    assert verify_dataset(store, "sets/one").is_intact
+
+
+def test_a_run_waits_for_the_removal_of_its_plan_before_it_commits(settings, caplog):
+    store, holder = open_store(settings.store), Holder.describe_this_process()
+    keys = DatasetKeys("sets/one")
+    clock = StoreClock.read(store, "sets/one", holder)
+    removals: list[Lease] = []
+
+    def begin_removal(event: Event) -> None:
+        if isinstance(event, PartitionsPending):
+            name = LeaseKeys("sets/one", PLAN_REMOVAL)
+            removal = acquire(store, name, holder, timedelta(hours=1), clock)
+            assert isinstance(removal, Lease)
+            removals.append(removal)
+
+    def end_removal() -> None:
+        assert delete(store, [keys.plan]) == []
+        removals[0].release()
+
+    with (
+        call_at_message("waits for the end of the removal", end_removal, caplog),
+        pytest.raises(errors.ConflictError, match="replaced the plan meanwhile"),
+    ):
+        shard_dataset(changed(settings, execution={"workers": 0}), progress=begin_removal)
+    assert not list(list_objects(store, keys.commits))
+
+
+def test_a_plan_is_not_replaced_while_a_run_reads_digests_by_it(settings, tmp_path, monkeypatch):
+    mirrored = changed(settings, source={"mirrors": [{"url": (tmp_path / "mirror").as_uri()}]})
+    refused = []
+
+    def store_digests(files: MirroredFiles, planned: list[FileRef]) -> None:
+        with pytest.raises(errors.ConflictError, match=r"A run of .* works on it") as error:
+            shard_dataset(changed(mirrored, **OTHER))
+        refused.append(error)
+
+    monkeypatch.setattr(MirroredFiles, "store_digests", store_digests)
+    assert shard_dataset(mirrored).samples == 2000
+    assert len(refused) == 1
+
+
 def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
     old = changed(settings, execution={"workers": 0})
     with pytest.raises(KilledError):
@@ -477,6 +564,8 @@ def test_a_commit_made_while_a_plan_is_replaced_keeps_the_plan(settings):
     def commit(event: Event) -> None:
         if isinstance(event, PlanRemoved):  # by a run that had read the plan before
             put(store, "sets/one/plan.json", plan)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # the removal was not heard of for long
             with pytest.raises(KilledError):
                 shard_dataset(old, progress=kill_at(ShardCommitted))
             assert delete(store, ["sets/one/plan.json"]) == []
@@ -938,22 +1027,15 @@ def test_a_run_begins_no_partition_before_the_collector_of_garbage_has_ended(
     assert isinstance(collector, Lease)
     released: list[bool] = []
 
-    class ReleaseOnceSeen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "waits for the end of the collection" in record.getMessage():
-                collector.release()
-                released.append(True)
+    def release() -> None:
+        collector.release()
+        released.append(True)
 
     def note(event: Event) -> None:
         assert released or not isinstance(event, PartitionOpened)
 
-    caplog.set_level(logging.INFO, "millrace.datasets.dispatch")
-    handler = ReleaseOnceSeen()
-    logging.getLogger("millrace.datasets.dispatch").addHandler(handler)
-    try:
+    with call_at_message("waits for the end of the collection", release, caplog):
         report = shard_dataset(changed(settings, execution={"workers": workers}), progress=note)
-    finally:
-        logging.getLogger("millrace.datasets.dispatch").removeHandler(handler)
     assert released
     assert verify_dataset(store, "sets/one").is_intact
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
@@ -1343,6 +1425,8 @@ def test_a_removal_that_another_runs_commits_overtook_names_the_repair(settings)
     def commit(event: Event) -> None:
         if isinstance(event, ShardDeletionStarted):
             put(store, "sets/one/plan.json", plan)
+            leases = [stat.key for stat in list_objects(store, "sets/one/lease/")]
+            assert delete(store, leases) == []  # the removal was not heard of for long
             with pytest.raises(KilledError):
                 shard_dataset(alone, progress=kill_at(ShardCommitted))
 

@@ -183,6 +183,7 @@ def test_a_run_that_is_overtaken_continues_after_the_commits_of_the_other(
     partition = Partition(settings)
     opened: list[int] = []
     won: list[int] = []
+    ends: list[PartitionEnd] = []
 
     def stop_after_commits(event: Event) -> None:
         if isinstance(event, ShardCommitted):
@@ -195,16 +196,66 @@ def test_a_run_that_is_overtaken_continues_after_the_commits_of_the_other(
             opened.append(event.commits)
         if isinstance(event, boundary) and event.number == 1 and not won:
             try:
-                partition.shard(stop_after_commits)
+                ends.append(partition.shard(stop_after_commits))
             except StoppedError:
                 assert len(won) >= commits
 
     end = partition.shard(be_overtaken)
     assert opened[0] == 0
-    assert len(opened) == 1 + (won != [0])  # commit 0 may have been the first run's
+    # Commit 0 may have been the first run's. After the end of the other run, no row is read again.
+    assert len(opened) == 1 + (won != [0] and not ends)
+    assert ends in ([], [end])
     assert end.samples == ROWS - len(GONE)
     assert shard_dataset(settings).samples == ROWS - len(GONE)
     judge(tmp_path / "out")
+
+
+@pytest.mark.parametrize("late_size", [0, 3000])
+def test_commits_after_the_end_of_another_run_are_not_in_the_dataset(
+    settings: PipelineSettings, site: UrlSite, tmp_path: Path, late_size: int
+) -> None:
+    """The last row is dropped in the first download, and fails or makes a sample in a later one."""
+    keep = {"kind": "filter", "field": "bin", "min_size": 10}
+    samples = ROWS - 1 - len(GONE)
+    settings = change(settings, sharding={"shard_samples": samples, "shard_bytes": 1 << 20,
+                                          "transforms": [keep]})  # fmt: skip
+    partition = Partition(settings)
+    ends: list[PartitionEnd] = []
+    is_overtaken = False
+
+    def answer(handler: UrlHandler) -> None:
+        nonlocal is_overtaken
+        number = int(handler.path[1:])
+        if number < ROWS - 1:
+            handler.send(bytes(20)) if number not in GONE else handler.send(status=404)
+        elif is_overtaken:
+            is_overtaken = False
+            ends.append(partition.shard())
+            handler.send(bytes(late_size)) if late_size else handler.send(status=404)
+        else:
+            handler.send(b"short")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, ShardCommitted):
+            raise StoppedError
+
+    site.answer = answer
+    with pytest.raises(StoppedError):
+        partition.shard(stop)
+    is_overtaken = True
+    committed: list[Event] = []
+    end = partition.shard(committed.append)
+    assert [event.number for event in committed if isinstance(event, ShardCommitted)] == [1]
+    assert [end] == ends
+    assert (end.commits, end.samples, end.dropped) == (1, samples, 1)
+    for _ in range(2):
+        manifest = shard_dataset(settings).manifest
+        assert (len(manifest.shards), sum(manifest.samples.values())) == (1, samples)
+        assert (manifest.quarantined, manifest.dropped) == (len(GONE), 1)
+    assert read_status(partition.store, "d").partitions[0].samples == samples
+    assert verify_dataset(partition.store, "d").is_intact
+    garbage = plan_garbage(partition.store, "d", min_age=ANY_AGE)
+    assert all("/lease/" in one.key for one in garbage.objects)
 
 
 def test_what_lost_is_garbage_and_nothing_else(settings: PipelineSettings, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from millrace.datasets.plan import commit_plan
 from millrace.datasets.progress_events import ShardCommitted
 from millrace.deletion import ObjectsDeleted
 from millrace.keys.datasets import DatasetKeys
-from millrace.keys.leases import LeaseKeys, make_run_lease_name
+from millrace.keys.leases import COLLECTOR, PLAN_REMOVAL, LeaseKeys, make_run_lease_name
 from millrace.lease import Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.storage import Store, list_fairly, list_objects, open_store, put
@@ -125,7 +125,8 @@ def test_a_run_looks_for_the_collector_once_at_any_number_of_partitions(settings
 
     monkeypatch.setattr(dispatch, "find_holder", count)
     assert shard_dataset(settings).partitions == PARTITIONS
-    assert len(looks) == 2  # before and after the lease of the run is taken
+    # Before and after the lease of the run is taken.
+    assert looks == [COLLECTOR, COLLECTOR, PLAN_REMOVAL]
 
 
 def test_a_run_that_ends_leaves_no_held_lease(settings):

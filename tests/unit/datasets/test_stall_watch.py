@@ -1,12 +1,24 @@
 """Notes about rows, and the watch of them."""
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
+from millrace.datasets import (
+    PipelineSettings,
+    dispatch,
+    partition,
+    preview_samples,
+    shard_dataset,
+    stall_watch,
+)
 from millrace.datasets.partition import ShardBuffers, write_partition
+from millrace.datasets.progress_events import PartitionStalled
 from millrace.datasets.sample import Row, Sample
 from millrace.datasets.sources import SourceSettings, open_files, open_source, partition_source
 from millrace.datasets.sources.base import Division
@@ -14,9 +26,9 @@ from millrace.datasets.stall_watch import STALL_TIMEOUT, RowNotes, Stall, StallW
 from millrace.datasets.transforms import TransformChain, TransformedSource
 from millrace.digest import compute_digest
 from millrace.keys.datasets import DatasetKeys
-from millrace.progress import ignore_event
+from millrace.progress import Event, ignore_event
 from millrace.schemas.dataset import ShardLayout
-from millrace.storage import open_store, put
+from millrace.storage import Store, create, open_store, put
 
 
 def test_each_further_look_without_a_row_tells_a_longer_time() -> None:
@@ -43,6 +55,46 @@ def test_another_process_sees_the_notes_also_of_long_and_broken_names() -> None:
     ):
         writer.note_row(name)
         assert reader.get_last() == (number, shown)
+
+
+def test_a_partition_whose_last_shard_hangs_is_announced_with_its_last_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.jsonl").write_text('{"text": "a"}\n' * 9)
+    settings = PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"url": (tmp_path / "source").as_uri(), "columns": {"txt": "text"}},
+            "store": {"url": (tmp_path / "store").as_uri()},
+            "execution": {"workers": 0},
+        }
+    )
+    last = preview_samples(settings, 9).rows[-1].name
+    watched: list[RowNotes] = []
+    announced: list[str] = []
+    is_announced = threading.Event()
+
+    def watch(
+        notes: RowNotes, report: Callable[[Stall], None]
+    ) -> contextlib.AbstractContextManager[None]:
+        watched.append(notes)  # of the reading, and then of the end
+        return stall_watch.watch_in_thread(notes, report)
+
+    def create_when_announced(store: Store, key: str, data: bytes | memoryview) -> None:
+        assert is_announced.wait(60)
+        create(store, key, data)
+
+    def progress(event: Event) -> None:
+        if isinstance(event, PartitionStalled) and len(watched) == 2:
+            announced.append(event.last_row)
+            is_announced.set()
+
+    monkeypatch.setattr(stall_watch, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(dispatch, "watch_in_thread", watch)
+    monkeypatch.setattr(partition, "create", create_when_announced)
+    assert shard_dataset(settings, progress=progress).samples == 9
+    assert set(announced) == {last}
 
 
 class NotesReader:
