@@ -60,6 +60,8 @@ def run_stages(
             campaign_tasks.check_publication(
                 training, plan.find_initial_weights, publish.make_spec(), publish.job
             )
+        if campaign_tasks.is_dataset_settled(training):
+            data = None
     if data is not None and data.source is not None:
         settings = (data.sharding, data.execution)
         shard_dataset(data.dataset, data.source, plan.bucket, *settings, machines=data.machines)

@@ -44,6 +44,7 @@ _MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's
 
 check_training = retried_task(campaigns.check_training)
 check_publication = retried_task(campaigns.check_publication)
+is_dataset_settled = retried_task(campaigns.is_dataset_settled)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
 commit_training = retried_task(campaigns.commit_training)
 read_training_progress = retried_task(campaigns.read_training_progress)

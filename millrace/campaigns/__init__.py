@@ -5,7 +5,12 @@ cleans. This package decides which of them are needed, and with which settings.
 """
 
 from millrace.campaigns.campaign import Campaign, Training
-from millrace.campaigns.checks import check_dataset_complete, check_publication, check_training
+from millrace.campaigns.checks import (
+    check_dataset_complete,
+    check_publication,
+    check_training,
+    is_dataset_settled,
+)
 from millrace.campaigns.committed_training import check_committed_training, commit_training
 from millrace.campaigns.lease import CampaignLease, hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
@@ -59,6 +64,7 @@ __all__ = [
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",
+    "is_dataset_settled",
     "merge_epoch",
     "needs_cooldown",
     "read_training_progress",

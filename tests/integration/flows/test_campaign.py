@@ -166,3 +166,12 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     published = prefect_api.call(run_campaign, plan=plan)
     assert published.code == 0, published.output
     assert find_faults(store, "small", text) == []
+
+    # What a stage that is over has read is needed no more: its source, and the workers' script.
+    shutil.rmtree(store / "small/final")
+    shutil.rmtree(tmp_path / "text")
+    machines = make_local_workers() | {"folder": str(tmp_path / "gone")}
+    training = plan["training"] | {"machines": machines, "aggregation": {"ray": "127.0.0.1:1"}}
+    published = prefect_api.call(run_campaign, plan=plan | {"training": training})
+    assert published.code == 0, published.output
+    assert find_faults(store, "small", text) == []

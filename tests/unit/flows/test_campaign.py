@@ -198,3 +198,23 @@ def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
     begun = campaigns.Campaign("small", place, place, training=make_training())
     with pytest.raises(DeniedError, match="final cannot be written"):
         campaign.run_stages(cast("Any", plan), begun, lease)
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_dataset_is_made_unless_the_training_needs_its_source_no_more(
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease, *, is_settled: bool
+) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(campaign_tasks, "check_training", lambda *_: None)
+    monkeypatch.setattr(campaign_tasks, "is_dataset_settled", lambda _: is_settled)
+    monkeypatch.setattr(campaign_tasks, "check_gradients_taken", lambda _: None)
+    monkeypatch.setattr(campaign, "shard_dataset", lambda *_, **__: steps.append("shard"))
+    monkeypatch.setattr(campaign, "train", lambda *_: steps.append("train"))
+    place = StoreSpec(url="file:///unused")
+    data = SimpleNamespace(
+        dataset="text", source="source", sharding=None, execution=None, machines=None
+    )
+    plan = SimpleNamespace(data=data, publish=None, bucket=place.url, find_initial_weights=None)
+    begun = campaigns.Campaign("small", place, place, training=make_training())
+    campaign.run_stages(cast("Any", plan), begun, lease)
+    assert steps == (["train"] if is_settled else ["shard", "train"])
