@@ -189,8 +189,17 @@ class Campaign:
         return CampaignKeys(self.name)
 
     def make_cleaning_rules(self) -> list[Rule]:
-        """Return the rules for the cleaning: by default the gradients, which are merged, go."""
-        if self.cleaning_rules is not None:
-            return list(self.cleaning_rules)
-        gradients = (CleanupKind.GRADIENTS,)
-        return [Rule(kinds=gradients, older_than=timedelta(0), name=self.keys.run)]
+        """Return the rules for the cleaning: by default the gradients, which are merged, go.
+
+        A rule without a name and a prefix is for the objects of the campaign's run and of its job.
+        """
+        if self.cleaning_rules is None:
+            gradients = (CleanupKind.GRADIENTS,)
+            return [Rule(kinds=gradients, older_than=timedelta(0), name=self.keys.run)]
+        rules: list[Rule] = []
+        for rule in self.cleaning_rules:
+            prefixes = [rule.prefix]
+            if not rule.name and not rule.prefix:
+                prefixes = [f"{self.keys.run}/", f"{self.keys.job}/"]
+            rules += (rule.model_copy(update={"prefix": prefix}) for prefix in prefixes)
+        return rules

@@ -17,7 +17,8 @@ from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import commit_training, hold_campaign_lease
 from millrace.checkpoints import Saver
 from millrace.errors import ConflictError, MillraceError, WorkerError
-from millrace.storage import StoreSpec, open_store
+from millrace.keys.gradients import GradientKeys
+from millrace.storage import StoreSpec, exists, open_store, put
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
     EPOCHS,
@@ -113,6 +114,21 @@ def test_a_start_of_a_running_campaign_leaves_the_report_of_the_campaign(
     assert done.code == 1
     assert "The campaign small is led by process" in done.output
     assert "campaign-small" not in prefect_api.read_artifacts(done.run)
+
+
+def test_a_campaign_cleans_no_other_run_of_its_bucket(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    own, other = (
+        GradientKeys(run, "1").make_gradient_key("worker-0", 1) for run in ("small/run", "big")
+    )
+    for key in (own, other):
+        put(store, key, b"gradient")
+    rule = {"kinds": ["gradients"], "older_than": "0h"}
+    plan = {"name": "small", "bucket": store.url, "cleaning_rules": [rule]}
+    assert run_campaign(CampaignPlan.model_validate(plan)).deleted_objects == 1
+    assert (exists(store, own), exists(store, other)) == (False, True)
 
 
 def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
