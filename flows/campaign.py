@@ -37,7 +37,7 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     check_right(plan.bucket, Right.WRITE, plan.name)
     # A start that finds the campaign held leaves the report of the other one.
     held = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
-    with held as lease, campaign_tasks.report_failure(campaign):
+    with held as lease, campaign_tasks.report_failure(campaign, lease=lease):
         published = run_stages(plan, campaign, lease)
     with campaign_tasks.report_failure(campaign, published):
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
