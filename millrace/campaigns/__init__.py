@@ -14,7 +14,11 @@ from millrace.campaigns.checks import (
 from millrace.campaigns.committed_training import check_committed_training, commit_training
 from millrace.campaigns.lease import CampaignLease, hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
-from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
+from millrace.campaigns.prewarm_marker import (
+    commit_prewarm_marker,
+    delete_prewarm_marker,
+    renew_prewarm_marker,
+)
 from millrace.campaigns.progress import (
     MergedWindows,
     RunAggregator,
@@ -68,6 +72,7 @@ __all__ = [
     "merge_epoch",
     "needs_cooldown",
     "read_training_progress",
+    "renew_prewarm_marker",
     "repair_final_weights",
     "summarize_campaign",
 ]

@@ -15,7 +15,7 @@ from millrace.rentals import LedgerSettings, RentalSettings
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 
-_PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
+_PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers after the marker's last renewal
 _COOLDOWN_RESERVE = timedelta(minutes=1)
 
 
@@ -79,7 +79,10 @@ class Training:
 
     @property
     def prewarm_timeout(self) -> timedelta | None:
-        """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
+        """Longest wait of the workers for a prewarm whose marker is not renewed.
+
+        None if nothing is prewarmed.
+        """
         machines = self.options.machines
         waits = isinstance(machines, RentedWorkerOptions) and machines.prewarm
         return _PREWARM_TIMEOUT if waits else None
