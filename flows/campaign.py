@@ -26,8 +26,8 @@ from tasks.merging import ensure_run_begun
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     """Run all stages of a campaign, by the flows that also run alone.
 
-    Another start resumes a campaign that was killed or cancelled, with the stages that are not
-    finished. Machines are released in every case.
+    Another start resumes a campaign that was killed or cancelled, with its open stages. Machines
+    are released in every case but a pause, in which they stay: cancel a campaign instead.
 
     Args:
         plan: Plan of the campaign. A stage that is left out is skipped.
