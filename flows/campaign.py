@@ -26,8 +26,8 @@ from tasks.merging import ensure_run_begun
 def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     """Run all stages of a campaign, by the flows that also run alone.
 
-    Another start resumes a campaign that was killed or cancelled, with the stages that are not
-    finished. Machines are released in every case.
+    Another start resumes a campaign that was killed or cancelled, with its open stages. Machines
+    are released in every case but a pause, in which they stay: cancel a campaign instead.
 
     Args:
         plan: Plan of the campaign. A stage that is left out is skipped.
@@ -37,7 +37,7 @@ def run_campaign(plan: CampaignPlan) -> CampaignSummary:
     check_right(plan.bucket, Right.WRITE, plan.name)
     # A start that finds the campaign held leaves the report of the other one.
     held = campaigns.hold_campaign_lease(campaign.write_store, plan.name)
-    with held as lease, campaign_tasks.report_failure(campaign):
+    with held as lease, campaign_tasks.report_failure(campaign, lease=lease):
         published = run_stages(plan, campaign, lease)
     with campaign_tasks.report_failure(campaign, published):
         rules = campaign.make_cleaning_rules()  # a held lease protects the campaign's objects
@@ -60,6 +60,8 @@ def run_stages(
             campaign_tasks.check_publication(
                 training, plan.find_initial_weights, publish.make_spec(), publish.job
             )
+        if campaign_tasks.is_dataset_settled(training):
+            data = None
     if data is not None and data.source is not None:
         settings = (data.sharding, data.execution)
         shard_dataset(data.dataset, data.source, plan.bucket, *settings, machines=data.machines)

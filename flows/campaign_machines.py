@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from flows.prewarm import FilesRequest, RentedMachines, prewarm
 from flows.release_machines import release_machines
 from flows.rent_machines import await_machines
-from millrace.campaigns import CampaignWorkers, Training
+from millrace.campaigns import CampaignWorkers, Training, renew_prewarm_marker
 from tasks import campaign_tasks
 from tasks.renting import RentalReference, require_ledger
 from tasks.retries import tolerate
@@ -21,13 +21,15 @@ def rent_workers(training: Training, rental: RentalReference) -> Generator[Campa
     name, bucket, vast = rental
     has_marker = campaign_tasks.commit_prewarm_marker(training)
     with campaign_tasks.supervise_machines(training, require_ledger(bucket, vast)) as supervisor:
-        await_machines(supervisor)
-        if has_marker:  # the machines wait for their files
-            with tolerate(Exception, "Workers read the store themselves"):
-                data = training.dataset
-                files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
-                files.append(FilesRequest(bucket=bucket, checkpoint=training.weights_job))
-                prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
+        with renew_prewarm_marker(training):
+            await_machines(supervisor)
+            if has_marker:  # the machines wait for their files
+                with tolerate(Exception, "Workers read the store themselves"):
+                    data = training.dataset
+                    files = [FilesRequest(bucket=bucket, dataset=data)] if data else []
+                    files.append(FilesRequest(bucket=bucket, checkpoint=training.weights_job))
+                    prewarm(files, cluster=RentedMachines(rental=name, bucket=bucket, vast=vast))
+        if has_marker:
             campaign_tasks.delete_prewarm_marker(training)
         yield supervisor
     # The exit of the supervisor has released all, unless Vast.ai did not answer.

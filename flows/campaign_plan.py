@@ -138,8 +138,10 @@ class CampaignPlan(_PlanModel):
     )
     cleaning_rules: list[Rule] | None = Field(
         default=None,
-        description="Rules for the cleaning at the end. By default the gradients of this campaign, "
-        "which are merged by then, are deleted. An empty list deletes nothing.",
+        description="Rules for the cleaning at the end, which asks no question. By default the "
+        "gradients of this campaign, which are merged by then, are deleted. An empty list deletes "
+        "nothing. A rule with neither `name` nor `prefix` is for the run and the epochs' "
+        "checkpoints of this campaign only.",
     )
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ def rent_machines(
     """Rent machines of Vast.ai, and start a program on each.
 
     The machines stay until `release-machines` releases them, or until their deadline. A failure or
-    a cancellation before all programs run releases all machines.
+    a cancellation before all programs run releases all machines. A pause does not: cancel instead.
 
     Args:
         name: Name of the rental, for `release-machines` and to continue a stopped run.

@@ -63,7 +63,8 @@ def shard_dataset(
     """Write a dataset as WebDataset or other shards to a bucket, each sample exactly once.
 
     If a run was stopped, cancelled or killed, start it again on any machine: the new run continues.
-    Several runs at once share the work. Rented machines are released in every case.
+    Several runs at once share the work, as far as the limit `millrace-uploads` has slots for all.
+    Rented machines are released in every case but a pause, in which they stay: cancel instead.
 
     Args:
         dataset: Name of the dataset: a prefix below the destination.

@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from millrace import campaigns
 from millrace.campaigns import (
     Campaign,
+    CampaignLease,
     CampaignSummary,
     LocalWorkerProcesses,
     PublishedWeights,
@@ -44,6 +45,7 @@ _MAX_FAULT_LENGTH = 2000  # characters of an error, which may contain a worker's
 
 check_training = retried_task(campaigns.check_training)
 check_publication = retried_task(campaigns.check_publication)
+is_dataset_settled = retried_task(campaigns.is_dataset_settled)
 check_dataset_complete = retried_task(campaigns.check_dataset_complete)
 commit_training = retried_task(campaigns.commit_training)
 read_training_progress = retried_task(campaigns.read_training_progress)
@@ -95,19 +97,22 @@ def supervise_machines(training: Training, ledger: LedgerSettings) -> RentalSupe
 
 @contextmanager
 def report_failure(
-    campaign: Campaign, published: PublishedWeights | None = None
+    campaign: Campaign,
+    published: PublishedWeights | None = None,
+    lease: CampaignLease | None = None,
 ) -> Generator[None]:
     """Log the error that ends a campaign, publish the report, and raise the error.
 
     Args:
         campaign: Campaign.
         published: Destination of the final weights, if they were published.
+        lease: Lease by which this process leads the campaign; None after the lease has ended.
     """
     try:
         yield
-    except HeldError:
-        raise  # the process that leads the campaign reports it
     except MillraceError as error:
+        if isinstance(error, HeldError) and lease is not None and lease.is_lost():
+            raise  # the process that leads the campaign reports it
         get_run_logger().error("The campaign is not over: %s", format_error(error))
         with suppress(MillraceError):  # the first error says more
             summary = summarize_campaign(campaign, published=published)

@@ -20,6 +20,7 @@ _MAX_TEXT_LENGTH = 100  # characters
 # Colours that are readable on white and on black, since an image does not know the page's colour.
 _INK, _BAR, _ACCENT = "#7f8791", "#2563eb", "#d97706"
 _LINE_COLOURS = (_BAR, _ACCENT, "#0d9488", "#c026d3", "#65a30d", "#dc2626")
+_EQUAL, _TINY = 1e-9, 1e-300  # relative and absolute differences without ticks of their own
 _MAX_NAME = 11  # characters of a line's name beside the plot
 
 
@@ -149,8 +150,11 @@ def _fit_axis(
         is_whole: Whether the values are counts, so that no tick is a fraction.
         is_tight: Whether the axis ends at the values; otherwise the axis ends at ticks.
     """
-    if not most > least:
-        most = least + (1 if is_whole else abs(least) or 1.0)
+    size = max(abs(least), abs(most))
+    if is_whole:
+        most = max(most, least + 1)
+    elif most - least <= max(_EQUAL * size, _TINY):
+        most = least + (size if size > _TINY else 1.0)
     step = _round_up((most - least) / _MAX_TICKS)
     if is_whole:
         step = max(1.0, step)

@@ -1,7 +1,8 @@
 """Tasks that score the workers of a run of gradients."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,26 +70,35 @@ def report_scores(settings: ScorerSettings) -> None:
     """Publish a report of the standings. All scores are computed again from their evidence."""
     store, keys = open_store(settings.store), settings.chain_keys
     publish_report(
-        describe_scores(store.make_url(keys.scores), list(gradients.iterate_scores(store, keys))),
+        describe_scores(store.make_url(keys.scores), gradients.iterate_scores(store, keys)),
         key="scores-of-workers",
         description="Scores of workers",
     )
 
 
-def describe_scores(url: str, found: Sequence[WindowScores]) -> Markdown:
-    """Return the report of the scores of a run."""
-    if not found:
+def describe_scores(url: str, found: Iterable[WindowScores]) -> Markdown:
+    """Return the report of the scores of a run. One window's evidence at a time is in memory."""
+    count = 0
+    first: int | None = None
+    last: WindowScores | None = None
+    copies: dict[str, CopiedGradient] = {}
+    shown: deque[tuple[int, dict[str, float]]] = deque(maxlen=_SHOWN)
+    for last in found:
+        count += 1
+        first = last.evidence.window if first is None else first
+        copies |= last.evidence.copies
+        scores = {uid: standing.score for uid, standing in last.standings.items()}
+        shown.append((last.evidence.window, scores))
+    if first is None or last is None:
         return join_blocks(format_markdown("{}: no window has scores.", format_code(url)))
-    last = found[-1]
     ranked = last.rank()
-    copies = {uid: one for scores in found for uid, one in scores.evidence.copies.items()}
     whole = format_markdown(
         "{}: **{}** of {} scored, up to window {:,}, by the formula {}. The scores follow from the "
         "recorded evidence.",
-        format_code(url), format_count(len(found), "window"), format_code(last.run),
+        format_code(url), format_count(count, "window"), format_code(last.run),
         last.evidence.window, format_code(last.rules.formula),
     )  # fmt: skip
-    unscored = last.evidence.window - found[0].evidence.window + 1 - len(found)
+    unscored = last.evidence.window - first + 1 - count
     gaps = format_markdown(
         "Without scores: {} between these, since the gradients were deleted before. Score a run "
         "before it is cleaned.", format_count(unscored, "window"),
@@ -99,7 +109,7 @@ def describe_scores(url: str, found: Sequence[WindowScores]) -> Markdown:
     return join_blocks(
         whole,
         *((gaps,) if unscored else ()),
-        format_image(_plot_scores(found, [uid for uid, _ in ranked[:_LINES]]), "scores of workers"),
+        format_image(_plot_scores(shown, [uid for uid, _ in ranked[:_LINES]]), "scores of workers"),
         format_table(columns, (_make_row(uid, one, copies.get(uid)) for uid, one in ranked), _ROWS),
     )
 
@@ -125,13 +135,8 @@ def _describe_copy(copied: CopiedGradient | None) -> Markdown | str:
     return format_markdown("{:.0%} of {}", copied.overlap, format_code(copied.earlier))
 
 
-def _plot_scores(found: Sequence[WindowScores], uids: Sequence[str]) -> str:
+def _plot_scores(shown: Iterable[tuple[int, Mapping[str, float]]], uids: Sequence[str]) -> str:
     lines = {
-        uid: {
-            scores.evidence.window: scores.standings[uid].score
-            for scores in found[-_SHOWN:]
-            if uid in scores.standings
-        }
-        for uid in uids
+        uid: {window: scores[uid] for window, scores in shown if uid in scores} for uid in uids
     }
     return draw_lines(lines, "Scores of the best workers", "windows merged", "score")

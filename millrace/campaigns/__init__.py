@@ -5,11 +5,20 @@ cleans. This package decides which of them are needed, and with which settings.
 """
 
 from millrace.campaigns.campaign import Campaign, Training
-from millrace.campaigns.checks import check_dataset_complete, check_publication, check_training
+from millrace.campaigns.checks import (
+    check_dataset_complete,
+    check_publication,
+    check_training,
+    is_dataset_settled,
+)
 from millrace.campaigns.committed_training import check_committed_training, commit_training
 from millrace.campaigns.lease import CampaignLease, hold_campaign_lease
 from millrace.campaigns.local_workers import LocalWorkerProcesses
-from millrace.campaigns.prewarm_marker import commit_prewarm_marker, delete_prewarm_marker
+from millrace.campaigns.prewarm_marker import (
+    commit_prewarm_marker,
+    delete_prewarm_marker,
+    renew_prewarm_marker,
+)
 from millrace.campaigns.progress import (
     MergedWindows,
     RunAggregator,
@@ -59,9 +68,11 @@ __all__ = [
     "has_joined_worker",
     "has_unreleased_machines",
     "hold_campaign_lease",
+    "is_dataset_settled",
     "merge_epoch",
     "needs_cooldown",
     "read_training_progress",
+    "renew_prewarm_marker",
     "repair_final_weights",
     "summarize_campaign",
 ]

@@ -15,7 +15,7 @@ from millrace.rentals import LedgerSettings, RentalSettings
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 
-_PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers for their files
+_PREWARM_TIMEOUT = timedelta(hours=1)  # longest wait of workers after the marker's last renewal
 _COOLDOWN_RESERVE = timedelta(minutes=1)
 
 
@@ -79,7 +79,10 @@ class Training:
 
     @property
     def prewarm_timeout(self) -> timedelta | None:
-        """Longest wait of the workers for the prewarm; None if nothing is prewarmed."""
+        """Longest wait of the workers for a prewarm whose marker is not renewed.
+
+        None if nothing is prewarmed.
+        """
         machines = self.options.machines
         waits = isinstance(machines, RentedWorkerOptions) and machines.prewarm
         return _PREWARM_TIMEOUT if waits else None
@@ -189,8 +192,17 @@ class Campaign:
         return CampaignKeys(self.name)
 
     def make_cleaning_rules(self) -> list[Rule]:
-        """Return the rules for the cleaning: by default the gradients, which are merged, go."""
-        if self.cleaning_rules is not None:
-            return list(self.cleaning_rules)
-        gradients = (CleanupKind.GRADIENTS,)
-        return [Rule(kinds=gradients, older_than=timedelta(0), name=self.keys.run)]
+        """Return the rules for the cleaning: by default the gradients, which are merged, go.
+
+        A rule without a name and a prefix is for the objects of the campaign's run and of its job.
+        """
+        if self.cleaning_rules is None:
+            gradients = (CleanupKind.GRADIENTS,)
+            return [Rule(kinds=gradients, older_than=timedelta(0), name=self.keys.run)]
+        rules: list[Rule] = []
+        for rule in self.cleaning_rules:
+            prefixes = [rule.prefix]
+            if not rule.name and not rule.prefix:
+                prefixes = [f"{self.keys.run}/", f"{self.keys.job}/"]
+            rules += (rule.model_copy(update={"prefix": prefix}) for prefix in prefixes)
+        return rules

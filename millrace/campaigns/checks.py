@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace import cluster, gradients
 from millrace.campaigns.campaign import Training
-from millrace.campaigns.committed_training import check_committed_training
+from millrace.campaigns.committed_training import check_committed_training, has_begun_with_dataset
 from millrace.campaigns.progress import read_training_progress
 from millrace.campaigns.settings import LocalWorkerOptions
 from millrace.campaigns.worker import check_local_command, check_repository_command
@@ -26,6 +26,8 @@ from millrace.storage.overlap import locate_prefix
 def check_training(training: Training, find_weights: Callable[[], InitialWeights]) -> None:
     """Refuse a training that cannot run, before anything is created or rented for it.
 
+    The command and the Ray cluster of a training that has ended are not checked.
+
     Args:
         training: Training.
         find_weights: Returns the checkpoint that the run begins with. Called only if the run has
@@ -38,7 +40,10 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
             or there is no such Ray cluster.
     """
     check_committed_training(training)
-    if not read_training_progress(training).has_begun:
+    progress = read_training_progress(training)
+    if progress.has_ended:
+        return
+    if not progress.has_begun:
         _check_weights(find_weights())
     _check_command(training)
     if training.options.aggregation.ray is not None:
@@ -110,6 +115,14 @@ def _find_published(destination: Destination, job: str, step: int) -> Checkpoint
     with suppress(NotFoundError):
         return destination.read_checkpoint(job, step)
     return None
+
+
+def is_dataset_settled(training: Training) -> bool:
+    """Decide whether the dataset is neither made nor checked any more, nor its source read.
+
+    The training was begun with the complete dataset, whose digest is committed, or has ended.
+    """
+    return has_begun_with_dataset(training) or read_training_progress(training).has_ended
 
 
 def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:

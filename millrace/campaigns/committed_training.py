@@ -81,6 +81,17 @@ def commit_training(training: Training) -> None:
     _refuse_changes(found, committed, training.campaign)
 
 
+def has_begun_with_dataset(training: Training) -> bool:
+    """Decide whether the settings are committed with the digest of the dataset, as it is now."""
+    store = open_store(training.write_store, make_folder=False)
+    try:
+        committed = fetch(store, training.keys.committed_training, CommittedTraining)
+    except NotFoundError:
+        return False
+    digest = committed.dataset_digest
+    return digest is not None and digest == _digest_dataset(training)
+
+
 def _make_committed_training(training: Training) -> CommittedTraining:
     weights = training.options.initial_weights
     return CommittedTraining(

@@ -23,21 +23,27 @@ class CampaignLease:
     def __init__(self, name: str, lease: Lease) -> None:
         self._name, self._lease = name, lease
 
-    def refuse_if_lost(self) -> None:
-        """Refuse to lead the campaign after another process has taken it over. One listing.
+    def is_lost(self) -> bool:
+        """Decide whether another process has taken over the campaign. One listing.
 
         This happens if this process was suspended, or could not renew its lease. While the store
-        does not answer, nothing is refused.
+        does not answer, the lease counts as held.
+        """
+        with suppress(UnavailableError):
+            return self._lease.is_superseded()
+        return False
+
+    def refuse_if_lost(self) -> None:
+        """Refuse to lead the campaign after another process has taken it over. One listing.
 
         Raises:
             HeldError: Another process leads the campaign.
         """
-        with suppress(UnavailableError):
-            if self._lease.is_superseded():
-                raise HeldError(
-                    f"Another process has taken over the campaign {self._name}: this one stops, "
-                    "and leaves the campaign and its machines to that."
-                )
+        if self.is_lost():
+            raise HeldError(
+                f"Another process has taken over the campaign {self._name}: this one stops, "
+                "and leaves the campaign and its machines to that."
+            )
 
 
 @contextmanager

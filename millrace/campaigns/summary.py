@@ -1,7 +1,7 @@
 """Summary of a campaign, by what is committed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from time import monotonic
@@ -137,7 +137,7 @@ def _add_training(found: CampaignSummary, store: Store, training: Training) -> C
     last = gradients.find_newest_window(store, run.chain_keys)
     if last < 0:
         return found
-    found = _add_windows(found, list(gradients.iterate_kept_links(store, run.chain_keys)))
+    found = _add_windows(found, gradients.iterate_kept_links(store, run.chain_keys))
     reported = read_median_metric(store, run.gradient_keys, training.uids, "loss", until=last + 1)
     epochs, job = range(training.options.epochs), training.epoch_job
     ends = {epoch: read_epoch_end(store, job, epoch) for epoch in epochs}
@@ -148,17 +148,25 @@ def _add_training(found: CampaignSummary, store: Store, training: Training) -> C
     )
 
 
-def _add_windows(found: CampaignSummary, windows: Sequence[ChainLink]) -> CampaignSummary:
-    if not windows:
+def _add_windows(found: CampaignSummary, windows: Iterable[ChainLink]) -> CampaignSummary:
+    """Add the sums of windows to a summary. One link at a time is in memory: it can have 1 MB."""
+    merged = taken = sent_bytes = 0
+    first: int | None = None
+    last: ChainLink | None = None
+    for last in windows:
+        first = last.window if first is None else first
+        merged += bool(last.taken)
+        taken += len(last.taken)
+        sent_bytes += sum(one.size for one in last.taken.values())
+    if first is None or last is None:
         return found
-    taken = [one for link in windows for one in link.taken.values()]
-    values = sum(math.prod(shape) for shape in windows[-1].shapes)
+    values = sum(math.prod(shape) for shape in last.shapes)
     return replace(
         found,
-        windows=sum(bool(link.taken) for link in windows),
-        uncounted_windows=windows[0].window - 1,
-        step=windows[-1].step,
-        gradients=len(taken),
-        sent_bytes=sum(one.size for one in taken),
-        dense_bytes=4 * values * len(taken),
+        windows=merged,
+        uncounted_windows=first - 1,
+        step=last.step,
+        gradients=taken,
+        sent_bytes=sent_bytes,
+        dense_bytes=4 * values * taken,
     )

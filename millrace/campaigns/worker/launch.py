@@ -18,7 +18,7 @@ from millrace.campaigns.worker.settings import NODE_PORT, SETTINGS_VARIABLE, Wor
 from millrace.keys.campaigns import CampaignKeys
 from millrace.processes import kill_descendants, list_descendants
 from millrace.settings import load_settings
-from millrace.storage import exists, open_store
+from millrace.storage import Stat, head, open_store
 from millrace.swarm.agent import Agent
 
 _POLL_INTERVAL = 2.0  # seconds
@@ -60,19 +60,28 @@ def _run_agent(root: Path, environ: Mapping[str, str]) -> Generator[None]:
 
 
 def _await_prewarm(settings: WorkerSettings, timeout: timedelta) -> None:
-    """Wait until the prewarm has ended. The script fetches missing files itself."""
+    """Wait until the prewarm has ended, or until its marker is renewed no more.
+
+    The script fetches missing files itself.
+    """
     store, keys = open_store(settings.read_store), CampaignKeys(settings.campaign)
+    found: Stat | None = None
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         try:
-            if not exists(store, keys.prewarm_marker):
-                return
+            before, found = found, head(store, keys.prewarm_marker)
+            if found != before:
+                deadline = time.monotonic() + timeout.total_seconds()
+        except errors.NotFoundError:
+            return
         except errors.UnavailableError as error:
             log.warning(
                 "whether the prewarm has ended is not known: %s", errors.format_error(error)
             )
         time.sleep(_POLL_INTERVAL)
-    log.warning("the prewarm did not end in %s: the files are read from the store", timeout)
+    log.warning(
+        "the campaign has not renewed its prewarm for %s: files are read from the store", timeout
+    )
 
 
 def _run_with_restarts(settings: WorkerSettings, environ: Mapping[str, str]) -> int:

@@ -52,7 +52,9 @@ class SharedWorkerSettings(BaseModel):
         default=Path("data"), description="Folder for the files of the dataset and the weights."
     )
     prewarm_timeout: Duration | None = Field(
-        default=None, description="Longest wait for the prewarm of the files."
+        default=None,
+        description="Longest wait for the prewarm of the files after the campaign has last renewed "
+        "its marker.",
     )
 
 

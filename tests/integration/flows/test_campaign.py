@@ -17,7 +17,8 @@ from flows.campaign_plan import CampaignPlan
 from millrace.campaigns import commit_training, hold_campaign_lease
 from millrace.checkpoints import Saver
 from millrace.errors import ConflictError, MillraceError, WorkerError
-from millrace.storage import StoreSpec, open_store
+from millrace.keys.gradients import GradientKeys
+from millrace.storage import StoreSpec, exists, open_store, put
 from tests.prefect_server import PrefectServer
 from tests.support.flows.campaigns import (
     EPOCHS,
@@ -115,6 +116,21 @@ def test_a_start_of_a_running_campaign_leaves_the_report_of_the_campaign(
     assert "campaign-small" not in prefect_api.read_artifacts(done.run)
 
 
+def test_a_campaign_cleans_no_other_run_of_its_bucket(
+    prefect_api: PrefectServer, tmp_path: Path
+) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    own, other = (
+        GradientKeys(run, "1").make_gradient_key("worker-0", 1) for run in ("small/run", "big")
+    )
+    for key in (own, other):
+        put(store, key, b"gradient")
+    rule = {"kinds": ["gradients"], "older_than": "0h"}
+    plan = {"name": "small", "bucket": store.url, "cleaning_rules": [rule]}
+    assert run_campaign(CampaignPlan.model_validate(plan)).deleted_objects == 1
+    assert (exists(store, own), exists(store, other)) == (False, True)
+
+
 def stages(server: PrefectServer, run: UUID) -> list[tuple[str, str | None]]:
     """The runs that a campaign has started, in order, and what they came to."""
     wanted = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run]))
@@ -164,5 +180,14 @@ def test_a_campaign_calls_its_stages_and_the_next_run_finds_all_of_it_done(
     shutil.rmtree(store / "small/final")
     shutil.rmtree(store / "small/run/gathers/1/checkpoints/step_000000012")
     published = prefect_api.call(run_campaign, plan=plan)
+    assert published.code == 0, published.output
+    assert find_faults(store, "small", text) == []
+
+    # What a stage that is over has read is needed no more: its source, and the workers' script.
+    shutil.rmtree(store / "small/final")
+    shutil.rmtree(tmp_path / "text")
+    machines = make_local_workers() | {"folder": str(tmp_path / "gone")}
+    training = plan["training"] | {"machines": machines, "aggregation": {"ray": "127.0.0.1:1"}}
+    published = prefect_api.call(run_campaign, plan=plan | {"training": training})
     assert published.code == 0, published.output
     assert find_faults(store, "small", text) == []

@@ -88,5 +88,19 @@ def test_merged_gradients_are_cleaned_unless_rules_say_otherwise(place: StoreSpe
     (rule,) = Campaign("small", place, place).make_cleaning_rules()
     assert (rule.kinds, rule.name) == ((CleanupKind.GRADIENTS,), "small/run")
     assert Campaign("small", place, place, cleaning_rules=[]).make_cleaning_rules() == []
-    own = Rule(kinds=(CleanupKind.JUNK,), older_than=timedelta(days=1))
-    assert Campaign("small", place, place, cleaning_rules=[own]).make_cleaning_rules() == [own]
+
+
+def test_rules_of_a_campaign_are_for_its_own_objects_unless_they_name_others(
+    place: StoreSpec,
+) -> None:
+    day = timedelta(days=1)
+    junk = Rule(kinds=(CleanupKind.JUNK,), older_than=day, match="*.tmp")
+    named = Rule(kinds=(CleanupKind.DATASET_ORPHANS,), older_than=day, name="words")
+    placed = Rule(kinds=(CleanupKind.OTHER,), older_than=day, prefix="logs/")
+    campaign = Campaign("small", place, place, cleaning_rules=[junk, named, placed])
+    assert campaign.make_cleaning_rules() == [
+        junk.model_copy(update={"prefix": "small/run/"}),
+        junk.model_copy(update={"prefix": "small/model/"}),
+        named,
+        placed,
+    ]

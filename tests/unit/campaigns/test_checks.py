@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from millrace.campaigns import (
+    Training,
     check_committed_training,
     check_dataset_complete,
     check_publication,
     check_training,
     commit_training,
+    is_dataset_settled,
 )
 from millrace.checkpoints import Saver
 from millrace.errors import ConfigurationError, ConflictError, NotFoundError
@@ -95,6 +97,30 @@ def test_the_dataset_of_a_begun_training_is_not_replaced_under_its_name(
             check(training)
 
 
+def test_a_dataset_is_made_no_more_once_a_training_has_begun_with_it(
+    store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training()
+    assert not is_dataset_settled(training)
+    commit_training(training)
+    finalize_dataset(store, 2)
+    assert not is_dataset_settled(training)  # another training may have begun without it
+    assert not delete(store, [training.keys.committed_training])
+    commit_training(training)
+    assert is_dataset_settled(training)
+    assert not delete(store, [stat.key for stat in list_objects(store, "text/")])
+    assert not is_dataset_settled(training)
+    end(store, training)
+    assert is_dataset_settled(training)
+
+
+def end(store: Store, training: Training) -> None:
+    """Commit the last window and the end of the last epoch."""
+    put(store, training.run.chain_keys.make_link_key(6), b"")
+    end = EpochRecord(job=training.epoch_job, epoch=1, step=1, root=None, reason="late")
+    commit_once(store, CheckpointKeys(training.epoch_job).make_epoch_key(1), end)
+
+
 def save(place: StoreSpec, job: str, step: int, fill: float = 0.0) -> None:
     with Saver(open_store(place), job) as saver:
         saver.save({"weight": torch.full((2, 3), fill)}, step=step)
@@ -148,9 +174,7 @@ def test_a_campaign_whose_training_has_ended_goes_on_to_its_publication(
     begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     with pytest.raises(ConflictError):
         check_publication(training, refuse, place, "final")
-    put(store, training.run.chain_keys.make_link_key(6), b"")
-    end = EpochRecord(job=training.epoch_job, epoch=1, step=1, root=None, reason="late")
-    commit_once(store, CheckpointKeys(training.epoch_job).make_epoch_key(1), end)
+    end(store, training)
     check_publication(training, refuse, place, "final")
 
 
@@ -176,3 +200,5 @@ def test_what_cannot_run_is_refused(
     begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
     with pytest.raises(ConfigurationError, match=said):
         check_training(training, refuse)
+    end(store, training)
+    check_training(training, refuse)

@@ -1,11 +1,15 @@
 """Summary of a campaign, from its committed records."""
 
+import tracemalloc
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from millrace import gradients
 from millrace.campaigns import (
     Campaign,
     CampaignSummary,
@@ -14,7 +18,7 @@ from millrace.campaigns import (
     summarize_campaign,
 )
 from millrace.errors import HeldError
-from millrace.gradients import begin_run, select_weights
+from millrace.gradients import ChainLink, begin_run, select_weights
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.rentals import MachineKeys, RentalKeys
 from millrace.lease import Holder, LeaseTerm
@@ -24,6 +28,7 @@ from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import list_own_attempts, take_over_machines
+from millrace.schemas.chain import MergedWorker
 from millrace.schemas.rental import Contract, MoneyLimits, ReleaseReason
 from millrace.storage import Store, StoreSpec, list_objects, put
 from tests.support.campaigns.training import MakeTraining
@@ -53,6 +58,30 @@ def test_a_run_without_a_window_has_trained_nothing(
     found = summarize(place, training)
     assert (found.windows, found.gradients, found.sent_bytes, found.dense_bytes) == (0, 0, 0, 0)
     assert (found.losses, found.epoch_steps) == ({}, {})
+
+
+def test_a_summary_holds_one_window_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, place: StoreSpec, store: Store, make_training: MakeTraining
+) -> None:
+    def iterate_links(*_: Any) -> Iterator[ChainLink]:
+        worker = MergedWorker.model_construct(size=10)
+        for window in range(1, 2001):
+            names = tuple(f"layers.{window}.{number}" for number in range(200))
+            yield ChainLink.model_construct(
+                window=window, step=window, names=names, shapes=((3, 2),), taken={"w": worker}
+            )
+
+    training = make_training()
+    begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
+    monkeypatch.setattr(gradients, "iterate_kept_links", iterate_links)
+    tracemalloc.start()
+    found = summarize(place, training)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_000_000
+    assert (found.windows, found.uncounted_windows, found.step) == (2000, 0, 2000)
+    assert (found.gradients, found.sent_bytes) == (2000, 20_000)
+    assert found.dense_bytes == 4 * 6 * 2000
 
 
 def test_machines_cost_a_campaign_as_much_as_their_owner(tmp_path: Path) -> None:

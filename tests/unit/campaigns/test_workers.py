@@ -15,6 +15,7 @@ from millrace.campaigns import (
     has_joined_worker,
     has_unreleased_machines,
     hold_campaign_lease,
+    renew_prewarm_marker,
 )
 from millrace.checkpoints.cooldown.membership import Membership
 from millrace.errors import UnavailableError, WorkerError
@@ -22,7 +23,7 @@ from millrace.gradients import begin_run, select_weights
 from millrace.keys.members import make_member_lease
 from millrace.keys.rentals import RentalKeys
 from millrace.records import commit_once
-from millrace.storage import Store, StoreSpec, exists, put
+from millrace.storage import Store, StoreSpec, exists, head, put
 from tests.support.campaigns.training import RENTED, FakeWorkers, MakeTraining
 from tests.support.rentals.parts import make_attempt
 
@@ -168,6 +169,20 @@ def test_a_machine_that_runs_keeps_its_marker_and_gets_no_new_one(
     delete_prewarm_marker(training)
     assert not commit_prewarm_marker(training)
     assert not exists(store, training.keys.prewarm_marker)
+
+
+def test_a_marker_is_renewed_while_the_campaign_prewarms(
+    store: Store, make_training: MakeTraining
+) -> None:
+    training = make_training(machines=RENTED)
+    with renew_prewarm_marker(training):
+        pass
+    assert not exists(store, training.keys.prewarm_marker)
+    assert commit_prewarm_marker(training)
+    before = head(store, training.keys.prewarm_marker)
+    with renew_prewarm_marker(training):
+        pass  # its end waits for the first renewal
+    assert head(store, training.keys.prewarm_marker) != before
 
 
 @pytest.mark.parametrize("machines", [{"kind": "local"}, RENTED | {"prewarm": False}])

@@ -20,6 +20,7 @@ from millrace.campaigns import (
     TrainingProgress,
 )
 from millrace.errors import CorruptError, DeniedError, HeldError, UnavailableError
+from millrace.lease import Lease
 from millrace.storage import StoreSpec
 from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
@@ -178,12 +179,33 @@ def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
     ):
         raise UnavailableError("the store did not answer")
     assert "the store did not answer" in logged[0]
-    with (
-        pytest.raises(HeldError),
-        campaign_tasks.report_failure(campaigns.Campaign("small", place, place)),
-    ):
-        raise HeldError("another process leads it")
-    assert len(logged) == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_stage_that_another_process_does_is_reported_unless_that_leads_the_campaign(
+    monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise HeldError("small/run is aggregated by process 7, which is alive")
+
+    reports: list[str] = []
+    monkeypatch.setattr(Lease, "is_superseded", lambda _: is_lost)
+    monkeypatch.setattr(campaign, "check_right", lambda *_: None)
+    monkeypatch.setattr(campaign, "run_stages", refuse)
+    monkeypatch.setattr(campaign_tasks, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(campaign_tasks, "summarize_campaign", campaigns.summarize_campaign)
+    monkeypatch.setattr(
+        campaign_tasks,
+        "report_campaign",
+        lambda *found: reports.append(campaign_tasks.describe_campaign(*found)),
+    )
+    place = StoreSpec(url="memory://test-held-stage")
+    begun = campaigns.Campaign("small", place, place)
+    plan = SimpleNamespace(name="small", bucket=place.url, make_campaign=lambda: begun)
+    plan.resolve_bucket = lambda: plan
+    with pytest.raises(HeldError, match="by process 7"):
+        campaign.run_campaign.fn(cast("Any", plan))
+    assert ["aggregated by process 7" in text for text in reports] == ([] if is_lost else [True])
 
 
 def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
@@ -198,3 +220,23 @@ def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
     begun = campaigns.Campaign("small", place, place, training=make_training())
     with pytest.raises(DeniedError, match="final cannot be written"):
         campaign.run_stages(cast("Any", plan), begun, lease)
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_dataset_is_made_unless_the_training_needs_its_source_no_more(
+    monkeypatch: pytest.MonkeyPatch, lease: CampaignLease, *, is_settled: bool
+) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(campaign_tasks, "check_training", lambda *_: None)
+    monkeypatch.setattr(campaign_tasks, "is_dataset_settled", lambda _: is_settled)
+    monkeypatch.setattr(campaign_tasks, "check_gradients_taken", lambda _: None)
+    monkeypatch.setattr(campaign, "shard_dataset", lambda *_, **__: steps.append("shard"))
+    monkeypatch.setattr(campaign, "train", lambda *_: steps.append("train"))
+    place = StoreSpec(url="file:///unused")
+    data = SimpleNamespace(
+        dataset="text", source="source", sharding=None, execution=None, machines=None
+    )
+    plan = SimpleNamespace(data=data, publish=None, bucket=place.url, find_initial_weights=None)
+    begun = campaigns.Campaign("small", place, place, training=make_training())
+    campaign.run_stages(cast("Any", plan), begun, lease)
+    assert steps == (["train"] if is_settled else ["shard", "train"])

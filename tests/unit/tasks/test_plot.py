@@ -1,6 +1,8 @@
 """The picture in a report."""
 
 import base64
+import math
+import random
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -70,9 +72,24 @@ def test_counts_have_whole_ticks(most: int) -> None:
     assert {"gradients", "L2 norm", "window"} <= set(words(svg))
 
 
-@pytest.mark.parametrize("values", [{3: 1.0}, {0: 2.0, 1: 2.0}, {0: -1.5, 2: -3.0}, {0: 0.0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {3: 1.0}, {0: 2.0, 1: 2.0}, {0: -1.5, 2: -3.0}, {0: 0.0}, {0: 5e-324}, {0: 0.0, 1: 5e-324},
+        {0: 1.8862531396169553, 1: 1.8862531396169555},
+    ],
+)  # fmt: skip
 def test_any_line_can_be_drawn(values: dict[int, float]) -> None:
     assert all(30 <= y <= 200 for y in heights(line(values)))
+
+
+def test_lines_of_almost_equal_values_can_be_drawn() -> None:
+    chance = random.Random(7)
+    for _ in range(2000):
+        values = [chance.choice((-1, 1)) * 10 ** chance.uniform(-320, 12)]
+        for _ in range(chance.randrange(4)):
+            values.append(values[-1] + math.ulp(values[-1]) * 10 ** chance.randrange(12))
+        assert all(30 <= y <= 200 for y in heights(line(dict(enumerate(values)))))
 
 
 def test_a_picture_has_no_ground_and_only_colours_for_light_and_dark_pages() -> None:
