@@ -16,7 +16,7 @@ from millrace.campaigns import (
     TrainingOptions,
 )
 from millrace.checkpoints import HubSpec
-from millrace.cleanup import Rule
+from millrace.cleanup import CleanupKind, Rule
 from millrace.datasets import ShardingSettings
 from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
@@ -35,6 +35,9 @@ from tasks.locations import (
 from tasks.renting import RentalReference, make_release_hook
 from tasks.run_names import make_field_name
 from tasks.sharding import ShardingMachinesInput
+
+_OTHER_KINDS = {CleanupKind.DATASETS, CleanupKind.DATASET_ORPHANS, CleanupKind.TEMPORARY}
+"""Kinds of which neither the run nor the checkpoints of a campaign have objects."""
 
 
 class _PlanModel(BaseModel):
@@ -157,6 +160,13 @@ class CampaignPlan(_PlanModel):
         for rental in (self.rental, self.sharding_rental):
             if rental is not None:
                 check_rental_name(rental[0])
+        for number, rule in enumerate(self.cleaning_rules or (), start=1):
+            names_others = {*rule.kinds} & _OTHER_KINDS or rule.match[:1] not in {"", "*"}
+            if names_others and not (rule.name or rule.prefix):
+                raise ValueError(
+                    f"rule {number} of `cleaning_rules` is for objects that no campaign has: give "
+                    "it the `name` or the `prefix` of those objects"
+                )
         return self
 
     @property

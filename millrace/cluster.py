@@ -170,31 +170,39 @@ def list_answering_nodes(
 ) -> list[dict[str, Any]]:
     """Return the nodes that answer. Ray may still list a dead node as alive.
 
+    Nodes that cannot run the function are left out, with a warning.
+
     Args:
         ray: Module ``ray``.
         nodes: Nodes to ask.
         question: Function that each node runs. Its module imports what the nodes must have.
 
     Raises:
-        ConfigurationError: A node cannot import or run the function.
+        ConfigurationError: No node can import and run the function.
     """
     ask = ray.remote(question)
     asked = [
         (node, ask.options(max_retries=0, **make_node_options(node)).remote()) for node in nodes
     ]
     found: list[dict[str, Any]] = []
+    faults: list[str] = []
     for node, answer in asked:
         try:
             ray.get(answer)
         except ray.exceptions.RayTaskError as error:
             reason = str(error).strip().splitlines()[-1]
-            raise ConfigurationError(
+            faults.append(
                 f"The node {make_node_name(node)} of the Ray cluster cannot run Millrace "
                 f"({reason}): install the driver's version of Millrace there, with its extras."
-            ) from error
+            )
         except ray.exceptions.RayError:
             continue  # the node is lost
-        found.append(node)
+        else:
+            found.append(node)
+    if faults and not found:
+        raise ConfigurationError(faults[0])
+    for fault in faults:
+        logger.warning("%s Until then, the other nodes do its part.", fault)
     return found
 
 

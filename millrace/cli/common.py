@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -294,9 +294,19 @@ def _end_on_signals() -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C, unless the process ignores or handles them itself."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the second one if the terminal is closed
+    for number, handler in (
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGHUP, _handle_closed_terminal),
+    ):
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, handler)
+
+
+def _handle_closed_terminal(number: int, frame: object) -> NoReturn:
+    """Raise `KeyboardInterrupt`, once: the shell and the kernel may both send SIGHUP."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _can_print() -> bool:

@@ -667,6 +667,8 @@ def _finish_partition(
     entries = sorted(iterate_commits(store, keys, partition), key=lambda entry: entry.number)
     check_plan_digest(entries, plan_digest)
     check_contiguous(entries, partition)
+    if len(entries) > uploader.commit_count and not uploader.is_reproducible:
+        raise _SupersededError(partition)  # by another run, to which the last rows gave samples
     if len(entries) != uploader.commit_count or (entries and entries[-1].next_position != position):
         raise errors.ConflictError(
             f"{partition} was read to {position[0]} in {uploader.commit_count} commits, and its "

@@ -15,7 +15,8 @@ from millrace.datasets.settings import ExecutionSettings
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.progress import Event, Progress
-from millrace.schemas.dataset import DatasetPlan, count_source_rows
+from millrace.records import iterate_records
+from millrace.schemas.dataset import DatasetPlan, PartitionEnd, count_source_rows
 from millrace.storage import Store, list_objects, read_range
 
 _FEW_ROWS = 10  # bad rows that do not stop the run of a small source, up to half of its rows
@@ -60,14 +61,27 @@ class QuarantineLimit:
             ConflictError: A run with a replaced plan has committed after the replacement.
         """
         source_ranges = {p.name: p.source_range for p in plan.partitions}
+        ends = {} if plan.source.is_reproducible else self._read_ends()
         for entry in iterate_commits(self._store, self._keys):
             check_plan_digest([entry], self._plan_digest)
+            if entry.number >= ends.get(entry.partition, entry.number + 1):
+                continue  # of a run that another one had overtaken
             self._count_rows(*count_source_rows(entry))
             self._advance(
                 entry.partition,
                 source_ranges[entry.partition].compute_fraction_before(entry.next_cursor),
             )
         self._check_early()
+
+    def _read_ends(self) -> dict[str, int]:
+        """Return the number of commits that count of each partition that has ended."""
+        found = iterate_records(
+            self._store,
+            self._keys.commits,
+            PartitionEnd,
+            wanted=lambda stat: self._keys.parse_end(stat.key) is not None,
+        )
+        return {end.partition: end.commits for _, end in found if isinstance(end, PartitionEnd)}
 
     def wrap_progress(self, progress: Progress) -> Progress:
         """Return a callback that forwards events, and raises when the limit is exceeded."""

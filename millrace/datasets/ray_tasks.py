@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _REFRESH_INTERVAL = 5.0  # seconds between two looks at the size of the cluster
 _WARNING_INTERVAL = 60.0  # seconds between two warnings that no task starts
 _MAX_QUEUED = 2  # tasks that may wait for CPUs which are not free
+_START_TRIES, _START_INTERVAL = 13, 5.0  # tries of a node to start a process, and seconds between
 _HINT = "Install the driver's version of Millrace, with its extras, on every node."
 
 
@@ -102,12 +103,12 @@ class RayPool(WorkerPool):
             self._look_at_cluster()
         if len(self._tasks) >= self._slots:
             return None
-        queued = sum(not task.node for task in self._tasks.values())
-        return RayTask(self) if self._free > 0 or queued < _MAX_QUEUED else None
+        return RayTask(self) if self._free > 0 or self._count_queued() < _MAX_QUEUED else None
 
     def _look_at_cluster(self) -> None:
         had_slots = self._slots
-        self._slots, self._free = self._count_slots(), self._count_free()
+        # A free CPU may be in halves on two nodes, so tasks that wait have a claim to what is free.
+        self._slots, self._free = self._count_slots(), self._count_free() - self._count_queued()
         self._counted_at = time.monotonic()
         if had_slots and not self._slots:
             logger.warning(
@@ -177,6 +178,10 @@ class RayPool(WorkerPool):
     def _count_slots(self) -> int:
         processors = _count_processors(self._ray)
         return processors if self._limit is None else min(self._limit, processors)
+
+    def _count_queued(self) -> int:
+        """Return the number of tasks that have not started."""
+        return sum(not task.node for task in self._tasks.values())
 
     def _count_free(self) -> int:
         return int(self._ray.available_resources().get("CPU", 0))
@@ -254,8 +259,7 @@ def shard_on_node(
         yield {"failed": [type(error).__name__, str(error)]}
         return
     try:
-        # Ray has added the driver's folders to the path.
-        worker = _idle_workers.pop() if _idle_workers else start_worker(sys.path)
+        worker = _idle_workers.pop() if _idle_workers else _start_patiently()
     except OSError as error:
         yield {"started": [node, 0]}  # names the node
         yield {"exited": [f"could not be started ({errors.format_error(error)})", True]}
@@ -285,6 +289,21 @@ def shard_on_node(
             _idle_workers.append(worker)
         else:
             worker.stop()
+
+
+def _start_patiently() -> WorkerProcess:
+    """Start a worker process. If this node cannot, try for a minute.
+
+    If the task ended at once, Ray would start the next one on the CPU that is free, so here.
+
+    Raises:
+        OSError: The last error of the system.
+    """
+    for _ in range(_START_TRIES - 1):
+        with suppress(OSError):
+            return start_worker(sys.path)  # Ray has added the driver's folders to the path
+        time.sleep(_START_INTERVAL)
+    return start_worker(sys.path)
 
 
 def _read_job(data: bytes, term_key: str, holder: str, node: str) -> PartitionJob:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 TOO_LATE = "its agent had not started when the other nodes were ready"
 _WATCH_INTERVAL = 1.0  # seconds between two listings of the nodes of the cluster
-_IDLE_TIMEOUT = 10.0  # seconds for the answer of a kept agent whether it is idle
+_IDLE_TIMEOUT = 3.0  # seconds for the answer of a kept agent whether it is idle
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Addresses of Ray clusters."""
 
+import re
 import signal
 import socket
 import threading
@@ -149,7 +150,7 @@ def test_a_node_that_is_lost_is_left_out(loss):
     assert ask_all({"2": loss}) == [NODES[0], NODES[2]]
 
 
-def test_a_node_without_millrace_is_named():
+def test_a_node_without_millrace_is_named(caplog):
     cause = RuntimeError(
         "The remote function failed to import on the worker.\n\nTraceback (most recent call "
         "last):\n  ...\nModuleNotFoundError: No module named 'millrace'"
@@ -159,5 +160,8 @@ def test_a_node_without_millrace_is_named():
         r"The node 10\.0\.0\.2-222222 of the Ray cluster cannot run Millrace "
         r"\(ModuleNotFoundError: No module named 'millrace'\): install the driver's version"
     )
-    with pytest.raises(ConfigurationError, match=said):
-        ask_all({"2": error})
+    assert ask_all({"2": error}) == [NODES[0], NODES[2]]
+    (record,) = caplog.records
+    assert re.match(said, record.message)
+    with pytest.raises(ConfigurationError, match=said.replace("2-222222", "1-111111")):
+        ask_all(dict.fromkeys("123", error))

@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace import cluster, errors
 from millrace.checkpoints.cooldown.member import MemberSettings, end_epoch
+from millrace.checkpoints.settings import OnTimeout
 
 _RESULT_WAIT = 30.0  # seconds for the results of members after the block, also after the timeout
 
@@ -83,22 +84,26 @@ def run_members_on_ray(
                 ray.cancel(one, force=True)
             raise
         wait = max(_RESULT_WAIT, began + limit - time.monotonic())
-        members.faults = _await_results(ray, running, wait)
+        # An upload in the background has its own limit, which only counts time without progress.
+        is_limited = settings.cooldown.on_timeout is not OnTimeout.BACKGROUND
+        members.faults = _await_results(ray, running, wait if is_limited else None)
 
 
-def _await_results(ray: Any, asked: dict[str, Any], wait: float) -> dict[str, str]:
+def _await_results(ray: Any, asked: dict[str, Any], wait: float | None) -> dict[str, str]:
     """Wait for the tasks of nodes, and return the reason of each failure, by node.
 
     Args:
         ray: Module ``ray``.
         asked: Task of each node.
-        wait: Seconds after which the tasks that have not ended are stopped, and have failed.
+        wait: Seconds after which the tasks that have not ended are stopped, and have failed; None
+            to wait for their ends.
     """
-    deadline = time.monotonic() + wait
+    deadline = None if wait is None else time.monotonic() + wait
     failed: dict[str, str] = {}
     for name, one in asked.items():
         try:
-            why = str(ray.get(one, timeout=max(0.0, deadline - time.monotonic())))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            why = str(ray.get(one, timeout=left))
         except ray.exceptions.GetTimeoutError:
             ray.cancel(one, force=True)
             why = (

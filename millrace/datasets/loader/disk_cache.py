@@ -399,7 +399,9 @@ def _lock_file(path: Path, mode: int) -> _LockFile:
     Raises:
         BlockingIOError: Another one holds the lock, and the mode does not wait.
     """
-    file = _LockFile(lambda: os.open(path, os.O_RDONLY))
+    # Over a network, an exclusive lock needs a file that is open for writing.
+    flags = os.O_RDWR if mode & fcntl.LOCK_EX else os.O_RDONLY
+    file = _LockFile(lambda: os.open(path, flags))
     try:
         fcntl.flock(file.descriptor, mode)
     except BaseException:

@@ -153,11 +153,7 @@ class PageLoader:
             self._listed = self._opened.listed
         self._index = find_index(self._opened, listed, column)
         indexed = self._index.paths if self._index else set[str]()
-        is_indexed = all(file.path in indexed for file in listed.files)
-        # `index_pages` has left out what Templar's index does not name.
-        self._refs = (
-            listed.files if is_indexed else listed.select_named(self._opened, Patterns(include))
-        )
+        self._refs = listed.select_named(self._opened, Patterns(include))
         self._entries = [self._index.find(file) if self._index else None for file in self._refs]
         self.stale = tuple(
             file.path

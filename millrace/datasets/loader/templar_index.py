@@ -1,5 +1,6 @@
 """Read the indexes that Templar's datasets have: configs, their files, and the rows of each."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -14,6 +15,8 @@ from millrace.datasets.loader.draw import Page, PageTable
 from millrace.datasets.sources.files import LocatedFiles, Patterns, SourceFiles
 from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, read
+
+_log = logging.getLogger(__name__)
 
 SHARD_SIZES, METADATA = "_shard_sizes.json", "_metadata.yaml"
 _MAX_BYTES = 64 << 20
@@ -149,7 +152,8 @@ def find_named(
 ) -> set[str]:
     """Return the paths of listed files that ``_shard_sizes.json`` names.
 
-    An index of which a file is not there is not that of the files, so all of them are returned.
+    An index of which a file is not there is not that of the files, so all of them are returned,
+    after a warning.
 
     Args:
         files: Files of the dataset.
@@ -169,10 +173,19 @@ def find_named(
         named = [str(shard["path"]) for shard in shards]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise _make_error(files, index.path, error) from error
+    missing = ""
     for start in _iterate_beginnings(named):
         chosen = {path[start:] for path in named if patterns.matches(path[start:])}
         if chosen and chosen <= listed:
             return chosen
+        missing = min(chosen - listed, default=missing)
+    if missing:
+        _log.warning(
+            "%s names %s, which is not there, so all files are read. Restore the file, or make "
+            "that index again.",
+            files.make_url(index.path),
+            missing,
+        )
     return listed
 
 

@@ -342,11 +342,14 @@ def test_a_node_that_cannot_start_a_process_loses_a_worker_and_not_the_run(
     def fail(_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
+    slept: list[float] = []
     monkeypatch.setattr(ray_tasks, "start_worker", fail)
+    monkeypatch.setattr(ray_tasks, "time", SimpleNamespace(sleep=slept.append))
     assert run_on_node(settings, "    return sample", tmp_path) == [
         {"started": [NODE, 0]},
         {"exited": ["could not be started ([Errno 12] Cannot allocate memory)", True]},
     ]
+    assert sum(slept) == 60
 
 
 @pytest.mark.usefixtures("no_idle_workers")
@@ -439,6 +442,20 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+def test_tasks_that_do_not_start_have_a_claim_to_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray adds up halves of CPUs on several nodes, on which no task can start."""
+    clock = Clock()
+    monkeypatch.setattr(ray_tasks, "time", clock)
+    pool = RayPool(BusyRay(8, free=4), None)
+    claimed = [fill(pool)]
+    for _ in range(3):
+        clock.now += 6
+        claimed.append(fill(pool))
+    assert claimed == [4, 0, 0, 0]
 
 
 def test_a_run_whose_tasks_do_not_start_says_so_each_minute(

@@ -18,6 +18,7 @@ import pytest
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from millrace import PipelineSettings, errors, shard_dataset
+from millrace.dataset_ledger import fetch_plan
 from millrace.datasets import (
     delete_garbage,
     plan_garbage,
@@ -30,12 +31,14 @@ from millrace.datasets.partition import ShardBuffers, write_partition
 from millrace.datasets.pipeline import _make_jobs
 from millrace.datasets.plan import commit_plan, make_plan
 from millrace.datasets.progress_events import (
+    PartitionEnding,
     PartitionOpened,
     PlanCommitted,
     ShardCommitted,
     ShardEncoded,
     ShardUploaded,
 )
+from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.stall_watch import RowNotes
 from millrace.datasets.transforms import open_transformed_source
 from millrace.datasets.worker import PartitionJob
@@ -252,10 +255,54 @@ def test_commits_after_the_end_of_another_run_are_not_in_the_dataset(
         manifest = shard_dataset(settings).manifest
         assert (len(manifest.shards), sum(manifest.samples.values())) == (1, samples)
         assert (manifest.quarantined, manifest.dropped) == (len(GONE), 1)
+    plan = fetch_plan(partition.store, partition.keys)
+    limit = QuarantineLimit(partition.store, partition.keys, plan, settings.execution)
+    limit.resume(plan)
+    assert limit._bad_rows == len(GONE)
     assert read_status(partition.store, "d").partitions[0].samples == samples
     assert verify_dataset(partition.store, "d").is_intact
     garbage = plan_garbage(partition.store, "d", min_age=ANY_AGE)
     assert all("/lease/" in one.key for one in garbage.objects)
+
+
+def test_a_run_that_drops_the_last_row_continues_after_a_commit_of_another(
+    settings: PipelineSettings, site: UrlSite
+) -> None:
+    """The row makes a sample in the download of another run, which commits it and is stopped."""
+    keep = {"kind": "filter", "field": "bin", "min_size": 10}
+    samples = ROWS - 1 - len(GONE)
+    settings = change(settings, sharding={"shard_samples": samples, "shard_bytes": 1 << 20,
+                                          "transforms": [keep]})  # fmt: skip
+    partition = Partition(settings)
+    opened: list[int] = []
+    is_overtaken = False
+
+    def stop_at_end(event: Event) -> None:
+        if isinstance(event, PartitionEnding):
+            raise StoppedError
+
+    def answer(handler: UrlHandler) -> None:
+        nonlocal is_overtaken
+        number = int(handler.path[1:])
+        if number < ROWS - 1:
+            handler.send(bytes(20)) if number not in GONE else handler.send(status=404)
+        elif is_overtaken:
+            handler.send(bytes(3000))
+        else:
+            is_overtaken = True
+            with pytest.raises(StoppedError):
+                partition.shard(stop_at_end)
+            handler.send(b"short")
+
+    def note(event: Event) -> None:
+        if isinstance(event, PartitionOpened):
+            opened.append(event.commits)
+
+    site.answer = answer
+    end = partition.shard(note)
+    assert opened == [0, 2]
+    assert (end.commits, end.samples, end.dropped) == (2, samples + 1, 0)
+    assert shard_dataset(settings).samples == samples + 1
 
 
 def test_what_lost_is_garbage_and_nothing_else(settings: PipelineSettings, tmp_path: Path) -> None:

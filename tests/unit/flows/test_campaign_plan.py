@@ -51,6 +51,8 @@ def test_the_campaign_of_the_guide_is_one() -> None:
         ({"publish": {"job": "x"}}, "takes either `bucket` or `hub`"),
         ({"name": "_rentals"}, "rental's name"),
         ({"nmae": "x"}, "Extra inputs"),
+        ({"cleaning_rules": [{"kinds": ["datasets"]}]}, "rule 1 of `cleaning_rules` is for"),
+        ({"cleaning_rules": [{"kinds": ["other"], "match": "logs/*"}]}, "give it the `name`"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:

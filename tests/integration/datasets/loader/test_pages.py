@@ -151,7 +151,7 @@ def test_files_of_others_are_read_by_row_groups_where_they_have_no_index(tmp_pat
 def test_row_groups_that_are_read_whole_are_few_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [f"{n} " * 2000 for n in range(4000)]
+    texts = [f"{n} " * 2000 for n in range(1000, 5000)]  # of equal size
     pq.write_table(
         pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=200, use_dictionary=False
     )

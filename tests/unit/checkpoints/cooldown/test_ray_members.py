@@ -1,5 +1,6 @@
 """Members on the nodes of a cluster, one of which does not answer."""
 
+import math
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from millrace import cluster, errors
-from millrace.checkpoints import MemberSettings, SavedSource
+from millrace.checkpoints import CooldownSettings, MemberSettings, SavedSource
 from millrace.checkpoints.cooldown.ray_members import run_members_on_ray
 from millrace.storage import StoreSpec
 
@@ -42,8 +43,8 @@ class StandIn:
 
         return SimpleNamespace(options=options)
 
-    def get(self, task: tuple[str, str], *, timeout: float) -> str:
-        self.waits.append(timeout)
+    def get(self, task: tuple[str, str], *, timeout: float | None) -> str:
+        self.waits.append(math.inf if timeout is None else timeout)
         if task in self.stalled:
             raise GetTimeoutError
         return ""
@@ -97,3 +98,11 @@ def test_a_member_that_does_not_end_is_stopped_and_named(connect) -> None:
     assert ray.canceled == [("_end_epoch", "b")]
     assert members.faults.keys() == {"b"}
     assert "did not answer in 30 s" in members.faults["b"]
+
+
+def test_an_upload_in_the_background_has_its_own_limit(connect) -> None:
+    ray = connect(StandIn())
+    settings = SETTINGS.model_copy(update={"cooldown": CooldownSettings(on_timeout="background")})
+    with run_members_on_ray(settings, None, timedelta(seconds=70)):
+        asked = len(ray.waits)
+    assert ray.waits[asked:] == [math.inf] * 3
