@@ -261,6 +261,7 @@ class Judge:
         for parsed in filter(None, self.parsed.values()):
             self.numbers[parsed.kind, parsed.scope, parsed.version].add(parsed.number)
         self.heads: dict[tuple[str, str], tuple[int, int] | None] = {}
+        self.newest_links: dict[str, int] = {}
         self.leased_scopes = set(self._find_leased_scopes())
         if any("junk" in rule["kinds"] for rule in rules):
             self._find_junk()
@@ -416,9 +417,11 @@ class Judge:
 
     def _find_newest_link(self, job: str) -> int:
         """Return the number of the newest link of a chain; -1 if there is none."""
-        pattern = re.compile(re.escape(job) + r"/chain/(\d{9,})\.json")
-        found = (pattern.fullmatch(listed.key) for listed in self.all_objects)
-        return max((int(match[1]) for match in found if match), default=-1)
+        if job not in self.newest_links:
+            pattern = re.compile(re.escape(job) + r"/chain/(\d{9,})\.json")
+            found = (pattern.fullmatch(listed.key) for listed in self.all_objects)
+            self.newest_links[job] = max((int(match[1]) for match in found if match), default=-1)
+        return self.newest_links[job]
 
     def _is_of_open_machine(self, key: str) -> bool:
         """Decide whether an object is in the folder of a machine that is not released."""
