@@ -213,25 +213,41 @@ def test_a_run_that_is_overtaken_continues_after_the_commits_of_the_other(
     judge(tmp_path / "out")
 
 
+def filter_short_rows(settings: PipelineSettings) -> tuple[PipelineSettings, int]:
+    """Return settings that drop short rows, and the number of samples before the last row.
+
+    These samples fill a shard.
+    """
+    keep = {"kind": "filter", "field": "bin", "min_size": 10}
+    samples = ROWS - 1 - len(GONE)
+    sharding = {"shard_samples": samples, "shard_bytes": 1 << 20, "transforms": [keep]}
+    return change(settings, sharding=sharding), samples
+
+
+def answer_before_last(handler: UrlHandler) -> bool:
+    """Answer a request for a row before the last one; return False for the last one."""
+    number = int(handler.path[1:])
+    if number == ROWS - 1:
+        return False
+    handler.send(bytes(20)) if number not in GONE else handler.send(status=404)
+    return True
+
+
 @pytest.mark.parametrize("late_size", [0, 3000])
 def test_commits_after_the_end_of_another_run_are_not_in_the_dataset(
     settings: PipelineSettings, site: UrlSite, tmp_path: Path, late_size: int
 ) -> None:
     """The last row is dropped in the first download, and fails or makes a sample in a later one."""
-    keep = {"kind": "filter", "field": "bin", "min_size": 10}
-    samples = ROWS - 1 - len(GONE)
-    settings = change(settings, sharding={"shard_samples": samples, "shard_bytes": 1 << 20,
-                                          "transforms": [keep]})  # fmt: skip
+    settings, samples = filter_short_rows(settings)
     partition = Partition(settings)
     ends: list[PartitionEnd] = []
     is_overtaken = False
 
     def answer(handler: UrlHandler) -> None:
         nonlocal is_overtaken
-        number = int(handler.path[1:])
-        if number < ROWS - 1:
-            handler.send(bytes(20)) if number not in GONE else handler.send(status=404)
-        elif is_overtaken:
+        if answer_before_last(handler):
+            return
+        if is_overtaken:
             is_overtaken = False
             ends.append(partition.shard())
             handler.send(bytes(late_size)) if late_size else handler.send(status=404)
@@ -269,10 +285,7 @@ def test_a_run_that_drops_the_last_row_continues_after_a_commit_of_another(
     settings: PipelineSettings, site: UrlSite
 ) -> None:
     """The row makes a sample in the download of another run, which commits it and is stopped."""
-    keep = {"kind": "filter", "field": "bin", "min_size": 10}
-    samples = ROWS - 1 - len(GONE)
-    settings = change(settings, sharding={"shard_samples": samples, "shard_bytes": 1 << 20,
-                                          "transforms": [keep]})  # fmt: skip
+    settings, samples = filter_short_rows(settings)
     partition = Partition(settings)
     opened: list[int] = []
     is_overtaken = False
@@ -283,10 +296,9 @@ def test_a_run_that_drops_the_last_row_continues_after_a_commit_of_another(
 
     def answer(handler: UrlHandler) -> None:
         nonlocal is_overtaken
-        number = int(handler.path[1:])
-        if number < ROWS - 1:
-            handler.send(bytes(20)) if number not in GONE else handler.send(status=404)
-        elif is_overtaken:
+        if answer_before_last(handler):
+            return
+        if is_overtaken:
             handler.send(bytes(3000))
         else:
             is_overtaken = True
