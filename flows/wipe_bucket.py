@@ -79,5 +79,5 @@ def wipe_bucket(
         raise
     done = execute_wipe(spec, plan, typed.bucket_name, versions=delete_versions)
     report_cleaning(plan, done)
-    raise_failures(spec.url, done.failures)
+    raise_failures(spec.url, done.failures, has_given_up=done.has_given_up)
     return done

@@ -108,7 +108,7 @@ def clean_with_rules(
         return made
     done = execute_plan(settings, made)
     report_cleaning(made, done)
-    raise_failures(store.url, done.failures)
+    raise_failures(store.url, done.failures, has_given_up=done.has_given_up)
     return done
 
 
@@ -128,17 +128,25 @@ def raise_bucket_errors(faults: Mapping[str, MillraceError]) -> None:
         raise MillraceError(f"{len(faults)} buckets failed. {sentences}")
 
 
-def raise_failures(url: str, failures: tuple[ObjectFailure, ...]) -> None:
+def raise_failures(
+    url: str, failures: tuple[ObjectFailure, ...], *, has_given_up: bool = False
+) -> None:
     """Fail a run that could not delete all objects.
+
+    Args:
+        url: URL of the objects.
+        failures: Objects that could not be deleted.
+        has_given_up: Whether too many failures ended the deletion.
 
     Raises:
         MillraceError: Objects could not be deleted.
     """
     if failures:
         first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:3])
+        others = "were not all tried" if has_given_up else "were deleted"
         raise MillraceError(
             f"{format_count(len(failures), 'object')} of {url} could not be deleted ({first}). "
-            "The other objects were deleted. Correct the causes in the report, and run it again."
+            f"The other objects {others}. Correct the causes in the report, and run it again."
         )
 
 

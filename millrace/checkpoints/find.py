@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
+from typing import NoReturn
 
 from millrace import errors
 from millrace.checkpoints.block_digests import read_block_list
@@ -282,10 +283,13 @@ def read_newest(store: Store, job: str) -> Checkpoint | None:
     """
     _, found = next(survey(store, job), (0, None))
     if isinstance(found, errors.CorruptError):
-        raise type(found)(
-            f"{found} To take an older checkpoint, name its step (`--step`)."
-        ) from found
+        _raise_unreadable(found)
     return found
+
+
+def _raise_unreadable(error: errors.CorruptError) -> NoReturn:
+    """Raise the error of the newest checkpoint's metadata, and say how to take an older one."""
+    raise type(error)(f"{error} To take an older checkpoint, name its step (`--step`).") from error
 
 
 def verify(
@@ -384,7 +388,8 @@ def find_newest_verified(
     A checkpoint with a damaged file is moved away (`quarantine`), and an older one is verified.
     A checkpoint that lacks files is skipped, and stays, since it may be a copy that is being made.
     A checkpoint with damaged metadata is skipped, and stays until its step is saved again. If a
-    reader moved it, the reader could delete metadata that a saver wrote in the meantime.
+    reader moved it, the reader could delete metadata that a saver wrote in the meantime. Metadata
+    of another version of Millrace is not damaged: no older checkpoint is taken for it.
 
     Args:
         store: Store of the job.
@@ -394,9 +399,12 @@ def find_newest_verified(
 
     Raises:
         UnavailableError: The store failed for longer than its time budget.
+        VersionError: Another version of Millrace wrote the newest checkpoint.
     """
     for step, surveyed in survey(store, job):
         found = surveyed
+        if isinstance(found, errors.VersionError):
+            _raise_unreadable(found)
         if isinstance(found, errors.CorruptError):
             progress(CheckpointDamaged(job=job, step=step, damage=str(found)))
             try:

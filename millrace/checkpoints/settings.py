@@ -21,7 +21,7 @@ class SaveSettings(BaseModel):
         ge=1024,
         le=1 << 30,
         description="Largest size of a file of tensors, such as `64MiB`. A partial load reads "
-        "whole files, because only whole files can be verified.",
+        "only the blocks of 1 MiB that it needs, or whole files without digests of their blocks.",
     )
     uploads: int = Field(
         default=4, ge=1, le=64, description="Number of files that are uploaded at once."

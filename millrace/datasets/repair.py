@@ -265,7 +265,7 @@ def _replace_shard(
                 "or correct the function, and shard the source under another dataset name."
             )
         raise errors.ChangedError(
-            f"{store.make_url(key)} cannot be made again: {reason}. Nothing was replaced. {advice}"
+            f"{store.make_url(key)} cannot be made again: {reason}. It was not replaced. {advice}"
         )
     try:
         create(store, key, data)

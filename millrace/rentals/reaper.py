@@ -3,9 +3,10 @@
 Detached machines are also released when they cost more than their owner has allowed, when their
 program has ended, and when they have failed.
 
-Only machines with this installation's label are touched. If the list of machines cannot be read
-completely, the reaper fails and releases nothing. While the reaper releases the machines of a
-rental without an owner, it owns the rental, so that no next owner takes them over.
+Only machines with this installation's label, or with the number of one of its open contracts, are
+touched. If the list of machines cannot be read completely, the reaper fails and releases nothing.
+While the reaper releases the machines of a rental without an owner, it owns the rental, so that no
+next owner takes them over.
 """
 
 from contextlib import ExitStack

@@ -649,14 +649,16 @@ def test_a_reader_moves_nothing_of_a_step_that_was_saved_anew_meanwhile(store):
     assert read(store, KEYS.make_part_key(1, damaged.digest)) == whole
 
 
-def test_metadata_of_another_version_is_passed_over_and_stays(folder, tmp_path):
+def test_no_older_checkpoint_is_loaded_in_place_of_one_of_another_version(folder, tmp_path):
     save(folder, 1, state_of(1))
     save(folder, 2, state_of(2))
     path = tmp_path / KEYS.make_metadata_key(2)
     record = json.loads(path.read_bytes())
     record["version"] += 1
     path.write_bytes(json.dumps(record).encode())
-    assert load(folder, KEYS.job).checkpoint.step == 1
+    with pytest.raises(errors.VersionError, match="older checkpoint, name its step"):
+        load(folder, KEYS.job)
+    assert load(folder, KEYS.job, step=1).checkpoint.step == 1
     with pytest.raises(errors.VersionError, match="Read it with the version that wrote it"):
         save(folder, 2, state_of(2))
     assert json.loads(path.read_bytes()) == record

@@ -5,10 +5,11 @@ import pytest
 from millrace import errors
 from millrace.checkpoints import VerifyDepth
 from millrace.datasets import ShardFault, ShardReport, Verification
+from millrace.deletion import ObjectFailure
 from millrace.digest import compute_digest
 from millrace.schemas.dataset import Manifest, ManifestShard, SourceRecord
 from millrace.swarm import NodeReport, PrewarmReport
-from tasks import checkpointing, reports, sharding, stages, verifying, warming
+from tasks import checkpointing, cleaning, reports, sharding, stages, verifying, warming
 from tasks.formatting import format_duration, format_size, make_artifact_key
 from tasks.sharding import ShardingResult
 from tasks.warming import PrewarmResult
@@ -191,3 +192,12 @@ def test_a_link_goes_to_a_plain_web_page_only() -> None:
     for url in ("javascript:alert(1)", "https://x/a)b", "https://x/ y", "file:///x", "//x"):
         with pytest.raises(ValueError, match="plain web pages"):
             reports.format_link("x", url)
+
+
+@pytest.mark.parametrize(("has_given_up", "others"), [(True, "not all tried"), (False, "deleted")])
+def test_the_error_of_a_cleaning_says_what_became_of_the_other_objects(
+    has_given_up: bool, others: str
+):
+    failures = (ObjectFailure("a/b", "denied"),)
+    with pytest.raises(errors.MillraceError, match=rf"The other objects were {others}\."):
+        cleaning.raise_failures("file:///a", failures, has_given_up=has_given_up)
