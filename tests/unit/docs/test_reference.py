@@ -26,7 +26,7 @@ from millrace.keys.datasets import (
     make_seek_point_key,
 )
 from millrace.keys.gradients import ChainKeys, GradientKeys
-from millrace.keys.leases import COLLECTOR, RUNS, LeaseKeys, make_clock_probe_key
+from millrace.keys.leases import COLLECTOR, PLAN_REMOVAL, RUNS, LeaseKeys, make_clock_probe_key
 from millrace.keys.members import make_member_lease
 from millrace.keys.probes import make_audit_probe_key, make_write_probe_key
 from millrace.keys.rentals import INSTALLATION, MachineKeys, RentalKeys
@@ -187,6 +187,10 @@ def build_names():
         dataset.make_shard_key("webdataset", "train", name, "tar"),
         dataset.make_shard_key("webdataset", "train", name, "tar", DIGEST),
         f"{dataset.make_shards_prefix('mds', 'train')}index.json",
+        *(
+            f"{dataset.make_shards_prefix('pages', 'train')}{name}"
+            for name in ("_shard_sizes.json", "_metadata.yaml")
+        ),
         f"{dataset.make_shards_prefix('pages', 'train')}{make_page_index_key('text', 1)}",
         f"{dataset.make_shards_prefix('pages', 'train')}{make_page_layouts_key('text', DIGEST)}",
     )
@@ -199,6 +203,7 @@ def build_names():
     yield from (lease.make_term_key(1), lease.make_beat_key(1), lease.make_end_key(1))
     yield LeaseKeys(dataset.dataset, f"{RUNS}/0123").make_term_key(1)
     yield LeaseKeys(dataset.dataset, COLLECTOR).make_term_key(1)
+    yield LeaseKeys(dataset.dataset, PLAN_REMOVAL).make_term_key(1)
     job = CheckpointKeys("jobs/one")
     yield from (
         job.make_part_key(1, DIGEST),
