@@ -144,6 +144,11 @@ class Tracker:
         """Reason for reads from the store of pieces that nodes have; empty if there are none."""
         return self._direct.reason
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pieces that all living nodes have."""
+        return self._copies.held_bytes
+
     def take_disputed(self) -> list[int]:
         """Remove and return the pieces that have become disputed since the last call.
 
@@ -182,11 +187,6 @@ class Tracker:
     def is_disputed(self, piece: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self._copies.is_disputed(piece)
-
-    def list_held_sizes(self, node: str, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of the pieces that a node has; none for a node that never joined."""
-        known = self._nodes.get(node)
-        return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
 
     def lacks_any(self, node: str) -> bool:
         """Tell whether a node lacks any piece."""

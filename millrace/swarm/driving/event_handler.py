@@ -74,7 +74,6 @@ class EventHandler:
         if event.source == STORE:
             self._pieces.note_read(number)
         if not state.tracker.has(name, number):
-            state.held += event.size
             member.last_progress = now
         state.dispatch(
             state.tracker.complete_transfer(name, number, event.source, event.digest, now)

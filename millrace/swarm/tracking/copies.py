@@ -52,6 +52,7 @@ class CopyTable:
     Attributes:
         pieces: State of each piece.
         excused: Nodes and pieces, of which the next wrong vote is not counted.
+        held_bytes: Bytes of the copies on all living nodes, without dropped ones.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CopyTable:
     ) -> None:
         self.pieces = [PieceState(size) for size in sizes]
         self.excused: set[tuple[str, int]] = set()
+        self.held_bytes = 0
         self._nodes, self._transfers = nodes, transfers
         self._waiting_nodes, self._readers = waiting_nodes, readers
         self._output = output
@@ -131,6 +133,7 @@ class CopyTable:
         """
         votes = self.pieces[number].votes
         self._nodes.note_copy(node, number)
+        self.held_bytes += self.pieces[number].size
         self._readers.note_copy(node)
         votes.add(node.id, digest, vote=vote)
         if votes.digest == digest:
@@ -159,6 +162,7 @@ class CopyTable:
         for number, piece in enumerate(self.pieces):
             if not piece.votes.remove(node.id):
                 continue
+            self.held_bytes -= piece.size
             self._remove_holder(node, number)
             self.request_read_if_needed(number)
 
@@ -321,5 +325,6 @@ class CopyTable:
         self._remove_holder(node, number)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
+            self.held_bytes -= self.pieces[number].size
             self._waiting_nodes.queue_vote_read(node, number)
             self._output.orders.append(PieceOrder(node.id, number, STORE, drop=True))
