@@ -21,10 +21,12 @@ from millrace.gradients.progress_events import (
     QuotaExceeded,
     WindowMerged,
 )
+from millrace.rentals.progress_events import MachineReady, MachineReleased, RentalCostUpdated
 from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.swarm.progress_events import NodeLost, PrewarmProgressed
 from tasks import progress as module
-from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
+from tasks.progress import RentalProgress, ShardProgress, SwarmProgress, WindowProgress
 
 PLAN = PlanCommitted(key="words/plan.json", partitions=4, files=2, size=4000)
 
@@ -102,6 +104,23 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
     assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time
+
+
+def test_a_rental_is_as_far_as_the_machines_that_it_needs() -> None:
+    with disable_run_logger():
+        counting = RentalProgress("progress-machines", 8)
+    counting(RentalCostUpdated(rental="fleet", machines=3, dollars=0.5))
+    for slot in range(3):
+        counting(MachineReady(machine=f"fleet/{slot}", instance=slot))
+    assert (counting.percent, counting.sentence) == (100, "3 of 3 machines run, $0.50.")
+    done = MachineReleased(
+        machine="fleet/1", reason=ReleaseReason.DONE, message="it ended", dollars=0.1
+    )
+    counting(done)
+    assert (counting.percent, counting.sentence) == (100, "2 of 3 machines run, 1 done, $0.50.")
+    counting(replace(done, machine="fleet/2", reason=ReleaseReason.DEAD))
+    assert counting.percent == pytest.approx(100 * 2 / 3)
+    assert counting.sentence == "1 of 3 machines run, 1 done, $0.50."
 
 
 def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
