@@ -79,7 +79,7 @@ def shard_all_partitions(
         plan: Plan of the dataset, which must still be committed.
         execution: Number and place of the workers, and the time after which the lease of a dead
             holder ends.
-        progress: Called in this thread; without workers, in one thread at a time.
+        progress: Called in this thread; with `workers: 0`, in one thread at a time.
         prepare: Function that is called before the first partition. No other run replaces the plan
             while it is called.
         wait: Whether to wait for the partitions that other runs hold.
@@ -220,7 +220,8 @@ class _PendingPartitions:
     def drop_ended(self) -> None:
         """Drop partitions that other runs have ended, held or not. One request if none has.
 
-        This is for a run without workers, which claims no partition and so meets no ends.
+        This is for a run whose Ray cluster has no CPU now, so that it claims no partition and meets
+        no ends.
         """
         self._partitions.extend(self._held_elsewhere)
         self._held_elsewhere.clear()
