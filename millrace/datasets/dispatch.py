@@ -383,7 +383,8 @@ class _Driver:
         self._pool, self._pending, self._leases = pool, pending, leases
         self._progress = progress
         self._deaths: Counter[str] = Counter()
-        self._ended: set[str] = set()  # partitions whose workers have not sent their last message
+        # Partitions with an end in the ledger, whose worker has not sent its last message.
+        self._unconfirmed_ends: set[str] = set()
 
     def run(self) -> None:
         last_poll = time.monotonic()
@@ -418,7 +419,7 @@ class _Driver:
                 if isinstance(event, ShardCommitted):
                     self._deaths.pop(event.partition, None)
                 if isinstance(event, PartitionEnded):
-                    self._ended.add(event.partition)
+                    self._unconfirmed_ends.add(event.partition)
                 self._progress(event)
                 worker.acknowledge(number)
             case {"read": _}:
@@ -426,7 +427,7 @@ class _Driver:
             case {"ended": end}:
                 PartitionEnd.model_validate(end)  # raises for a damaged message
                 job, lease = worker.finish()
-                self._ended.discard(job.partition.name)
+                self._unconfirmed_ends.discard(job.partition.name)
                 self._leases.heartbeat.release(lease)
             case {"failed": [kind, text]}:
                 raise getattr(errors, kind, errors.WorkerError)(text)
@@ -450,7 +451,7 @@ class _Driver:
         job, lease = assignment
         partition = job.partition.name
         self._leases.heartbeat.release(lease)
-        if partition in self._ended:
+        if partition in self._unconfirmed_ends:
             return
         self._deaths[partition] += 1
         if self._deaths[partition] >= _MAX_DEATHS:
