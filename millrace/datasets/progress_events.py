@@ -178,7 +178,7 @@ class ShardCommitted(PartitionEvent):
         size: Bytes of the shards.
         quarantined: Number of quarantined rows.
         rows: Number of rows of the source.
-        bad_rows: Number of quarantined rows of the source.
+        bad_rows: Quarantined rows of the source; may be a fraction, as in `ShardCommit`.
         fraction: Fraction of the partition that is committed, from 0 to 1.
     """
 

@@ -550,8 +550,8 @@ class ShardCommit(Record):
         quarantined: Number of quarantined rows.
         dropped: Number of rows between these cursors that became no sample by the transforms.
         rows: Number of rows of the source between these cursors; None without transforms.
-        bad_rows: Number of quarantined rows of the source; None without transforms. A row that
-            became several samples counts by the share of these that is quarantined.
+        bad_rows: Quarantined rows of the source, which may be a fraction; None without transforms.
+            A row that became several samples counts by the share of these that is quarantined.
         plan_digest: Digest of the plan.
     """
 
@@ -600,7 +600,7 @@ class PartitionEnd(Record):
         quarantined: Number of quarantined rows.
         dropped: Number of rows that became no sample by the transforms, also after the last commit.
         rows: Number of rows of the source; None without transforms.
-        bad_rows: Number of quarantined rows of the source, as in the commits.
+        bad_rows: Quarantined rows of the source, as in the commits.
         plan_digest: Digest of the plan.
     """
 
