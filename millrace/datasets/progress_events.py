@@ -121,7 +121,7 @@ class ShardHalfEncoded(PartitionEvent):
     """Event after a shard in memory has reached half of its largest size.
 
     Attributes:
-        number: Number of the shard in the partition.
+        number: Number of the commit in the partition.
         samples: Number of samples so far.
     """
 
@@ -136,7 +136,7 @@ class ShardEncoded(PartitionEvent):
     """Event after a shard is encoded, before its upload.
 
     Attributes:
-        number: Number of the shard in the partition.
+        number: Number of the commit in the partition.
         key: Key of the shard.
         samples: Number of samples.
         size: Bytes of the shard.
