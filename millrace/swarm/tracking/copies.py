@@ -105,7 +105,7 @@ class CopyTable:
     def has_fast_holder(self, number: int) -> bool:
         """Tell whether a holder of a piece uploads in time."""
         nodes = self._nodes
-        return any(not nodes[name].pace.is_slow for name in self.pieces[number].holders)
+        return any(not nodes[name].rates.is_slow for name in self.pieces[number].holders)
 
     def measure_confirmed(self, node: NodeState) -> int:
         """Return the bytes of the copies of a node that others confirm, in all pieces."""
@@ -198,9 +198,9 @@ class CopyTable:
 
     def mark_slow(self, node: NodeState) -> None:
         """Mark a node as slow. Request reads of the pieces that only slow nodes have."""
-        if node.pace.is_slow:
+        if node.rates.is_slow:
             return
-        node.pace.is_slow = True
+        node.rates.is_slow = True
         self._readers.update()
         for number in range(len(self.pieces)):
             if node.have[number]:
@@ -230,7 +230,7 @@ class CopyTable:
             return
         piece.holders[node.id] = None
         self._offer(node, number)
-        if node.pace.is_slow:
+        if node.rates.is_slow:
             self.request_read_if_needed(number)
         if len(piece.holders) == 1:
             self._waiting_nodes.enqueue_for_others(number)

@@ -223,7 +223,7 @@ def test_what_nobody_lacks_any_more_hides_nothing_that_is_still_to_be_read():
 
 def list_slow(tracker: Tracker) -> list[str]:
     """Return the nodes whose uploads within their own zone are late."""
-    return [node.id for node in tracker._nodes if node.pace.is_slow]
+    return [node.id for node in tracker._nodes if node.rates.is_slow]
 
 
 def spoil(swarm: Swarm, wrong: Callable[[PieceOrder], bool]) -> Counter[str]:
