@@ -73,7 +73,7 @@ class LiveProgress(abc.ABC):
     does not answer, only the progress is lost.
 
     Attributes:
-        pace: Bytes in each second since the start.
+        bytes_by_second: Bytes in each second since the start.
     """
 
     def __init__(self, key: str) -> None:
@@ -82,7 +82,7 @@ class LiveProgress(abc.ABC):
         Args:
             key: Key of the artifact.
         """
-        self.pace: Counter[int] = Counter()
+        self.bytes_by_second: Counter[int] = Counter()
         self._key = key
         self._began = time.monotonic()
         self._log = get_run_logger()
@@ -148,7 +148,7 @@ class LiveProgress(abc.ABC):
     def _describe(self, seconds: float) -> str: ...
 
     def _add_bytes(self, size: int) -> None:
-        self.pace[int(time.monotonic() - self._began)] += size
+        self.bytes_by_second[int(time.monotonic() - self._began)] += size
 
     def _run(self) -> None:
         has_failed = is_last = False

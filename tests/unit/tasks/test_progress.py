@@ -72,7 +72,7 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
     assert counting.sentence.startswith(
         "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
     )
-    assert sum(counting.pace.values()) == 1_000
+    assert sum(counting.bytes_by_second.values()) == 1_000
 
 
 def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
@@ -103,7 +103,7 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
     assert counting.percent == 75
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
-    assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time
+    assert sum(counting.bytes_by_second.values()) == 2_000_000  # what was there before took no time
 
 
 def test_a_rental_is_as_far_as_the_machines_that_it_needs() -> None:
@@ -141,7 +141,7 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
     )
-    assert sum(counting.pace.values()) == 1000
+    assert sum(counting.bytes_by_second.values()) == 1000
 
 
 def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_much(
