@@ -251,7 +251,7 @@ class Tracker:
             return self._output.take_orders()
         return self._fill_after(node, now)
 
-    def cancel_transfer(
+    def note_redundant_transfer(
         self, node_id: str, piece: int, source: str, now: float
     ) -> list[PieceOrder]:
         """Note that a transfer was redundant, since another source was faster.
@@ -259,7 +259,7 @@ class Tracker:
         If no other source has sent the piece to the node, the transfer counts as failed.
         """
         node = self._nodes[node_id]
-        self._outcomes.cancel(node, piece, source, now)
+        self._outcomes.note_redundant(node, piece, source, now)
         return self._fill_after(node, now)
 
     def remove_node(self, node_id: str, now: float) -> list[PieceOrder]:

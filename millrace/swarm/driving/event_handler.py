@@ -83,7 +83,7 @@ class EventHandler:
         state = self._state
         _count_bytes(member, event.source, event.size)
         state.dispatch(
-            state.tracker.cancel_transfer(
+            state.tracker.note_redundant_transfer(
                 member.node.id, event.piece, event.source, time.monotonic()
             )
         )

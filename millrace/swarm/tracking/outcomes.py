@@ -101,7 +101,7 @@ class TransferOutcomes:
             self._waiting_nodes.enqueue(node, number)
         return True
 
-    def cancel(self, node: NodeState, number: int, source: str, now: float) -> None:
+    def note_redundant(self, node: NodeState, number: int, source: str, now: float) -> None:
         """Note that a transfer was redundant, since another source was faster.
 
         If no other source has sent the piece to the node, the transfer counts as failed.

@@ -74,7 +74,11 @@ class Swarm:
         if self.fails(order) or (order.source != STORE and order.source not in self.has):
             self.give(self.tracker.fail_transfer(order.node, order.piece, order.source, self.now))
         elif order.piece in self.has[order.node]:
-            self.give(self.tracker.cancel_transfer(order.node, order.piece, order.source, self.now))
+            self.give(
+                self.tracker.note_redundant_transfer(
+                    order.node, order.piece, order.source, self.now
+                )
+            )
         else:
             self.has[order.node].add(order.piece)
             self.give_up_others(order)

@@ -116,6 +116,6 @@ def test_an_uploader_that_fails_eight_times_in_a_row_is_slow_and_the_piece_is_re
 
 def test_a_redundant_transfer_of_a_node_without_the_piece_is_queued_again():
     parts = Parts()
-    parts.outcomes.cancel(parts.begin_fetch("b"), 0, "a", 2.0)
+    parts.outcomes.note_redundant(parts.begin_fetch("b"), 0, "a", 2.0)
     assert list(parts.nodes["b"].queues.fetches) == [0]
     assert parts.nodes["a"].transfers.uploads == 0
