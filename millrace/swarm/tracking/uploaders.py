@@ -40,7 +40,7 @@ class UploaderRanking:
         given = uploader.rates.upload_rates.get(node.zone)
         uploader.rates.upload_rates[node.zone] = 0.8 * given + 0.2 * rate if given else rate
 
-    def note_refusal(self, uploader: NodeState, node: NodeState) -> None:
+    def note_failed_upload(self, uploader: NodeState, node: NodeState) -> None:
         """Note a failed or late upload to a node: halve the known rate."""
         uploader.rates.upload_rates[node.zone] = self.get_rate(uploader, node) / 2
 
