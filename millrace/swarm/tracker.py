@@ -158,9 +158,10 @@ class Tracker:
         return self._output.take_disputed()
 
     def take_faulty(self) -> list[str]:
-        """Remove and return the nodes with too many wrong copies since the last call.
+        """Remove and return the nodes that have become faulty since the last call.
 
-        The driver marks them as lost.
+        They reported bytes without the digest of their order, or too many wrong votes. The driver
+        marks them as lost.
         """
         return self._output.take_faulty()
 
