@@ -266,8 +266,8 @@ class PrewarmOptions(_Settings):
     )
     start_timeout: Duration = Field(
         default=timedelta(minutes=2),
-        description="Longest time that nodes check their own files before the others begin "
-        "without them. Hosts that do not answer within this time are left out.",
+        description="Longest wait for hosts to answer, and for nodes to check their own files. "
+        "Then the run begins without them; they may still join until the other nodes are ready.",
     )
     store_timeout: Duration = Field(
         default=timedelta(minutes=2),
