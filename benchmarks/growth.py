@@ -143,7 +143,7 @@ def measure_nodes(count: int) -> dict[str, float]:
         now, _, order = heapq.heappop(pending)
         name, piece, source = order.node, order.piece, order.source
         if (name, piece) in arrived:
-            give(tracker.cancel_transfer(name, piece, source, now))
+            give(tracker.note_redundant_transfer(name, piece, source, now))
             continue
         arrived.add((name, piece))
         give(tracker.complete_transfer(name, piece, source, f"d{piece}", now))

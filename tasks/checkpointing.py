@@ -197,7 +197,7 @@ def describe_copy(saved: CopiedCheckpoint, page: str) -> Markdown:
         page: URL of the destination's page; empty if there is none.
     """
     found = saved.checkpoint
-    pace = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""
+    rate = f", at {format_rate(saved.sent_bytes, saved.seconds)}" if saved.sent_bytes else ""
     return join_blocks(
         format_markdown(
             "**Step {:,}** of {} is in {}: {} in {}, every byte verified. This run sent {} "
@@ -205,7 +205,7 @@ def describe_copy(saved: CopiedCheckpoint, page: str) -> Markdown:
             found.step, format_code(found.job), _format_destination(saved.url, page),
             format_size(found.size), format_count(len(found.parts), "file"),
             format_size(saved.sent_bytes),
-            format_duration(saved.seconds), pace,
+            format_duration(saved.seconds), rate,
         )
     )  # fmt: skip
 

@@ -37,18 +37,18 @@ class _Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def draw_pace(pace: Mapping[int, int], seconds: float, title: str) -> str:
+def draw_rate(bytes_by_second: Mapping[int, int], seconds: float, title: str) -> str:
     """Draw bars of MB/s over the seconds of a run, as a data URI.
 
     Args:
-        pace: Bytes in each second.
+        bytes_by_second: Bytes in each second.
         seconds: Duration of the run.
         title: Title above the plot.
     """
-    span = max(1, math.ceil(max(seconds, max(pace, default=0) + 1)))
+    span = max(1, math.ceil(max(seconds, max(bytes_by_second, default=0) + 1)))
     width = math.ceil(span / _MAX_BARS)
     bars = [0.0] * math.ceil(span / width)
-    for second, size in pace.items():
+    for second, size in bytes_by_second.items():
         bars[second // width] += size / width / 1e6
     rates = _fit_axis(0.0, max(bars))
     times = _fit_axis(0, len(bars) * width, is_whole=True, is_tight=True)

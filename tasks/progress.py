@@ -48,6 +48,7 @@ from millrace.rentals.progress_events import (
     RentalInterrupted,
     RentalWaiting,
 )
+from millrace.schemas.rental import ReleaseReason
 from millrace.swarm.progress_events import (
     FileMismatched,
     NodeAccused,
@@ -72,7 +73,7 @@ class LiveProgress(abc.ABC):
     does not answer, only the progress is lost.
 
     Attributes:
-        pace: Bytes in each second since the start.
+        bytes_by_second: Bytes in each second since the start.
     """
 
     def __init__(self, key: str) -> None:
@@ -81,7 +82,7 @@ class LiveProgress(abc.ABC):
         Args:
             key: Key of the artifact.
         """
-        self.pace: Counter[int] = Counter()
+        self.bytes_by_second: Counter[int] = Counter()
         self._key = key
         self._began = time.monotonic()
         self._log = get_run_logger()
@@ -147,7 +148,7 @@ class LiveProgress(abc.ABC):
     def _describe(self, seconds: float) -> str: ...
 
     def _add_bytes(self, size: int) -> None:
-        self.pace[int(time.monotonic() - self._began)] += size
+        self.bytes_by_second[int(time.monotonic() - self._began)] += size
 
     def _run(self) -> None:
         has_failed = is_last = False
@@ -475,7 +476,7 @@ class CopyProgress(LiveProgress):
 
 
 class RentalProgress(LiveProgress):
-    """Progress of a rental: machines that run, and their cost."""
+    """Progress of a rental: machines that run, machines that are done, and their cost."""
 
     _dollars = 0.0
 
@@ -484,16 +485,17 @@ class RentalProgress(LiveProgress):
 
         Args:
             key: Key of the artifact.
-            total: Number of machines of the rental.
+            total: Number of machines of the rental, until an event says how many it needs.
         """
         super().__init__(key)
         self._total = total
         self._ready: set[str] = set()
+        self._done: set[str] = set()
 
     def _handle_event(self, event: Event) -> None:
         match event:
             case RentalCostUpdated():
-                self._dollars = event.dollars
+                self._total, self._dollars = event.machines, event.dollars
             case OfferTaken():
                 self._log.info(
                     "%s: takes %s in %s for $%.3f an hour",
@@ -511,6 +513,8 @@ class RentalProgress(LiveProgress):
                 self._log.warning("%s: not replaced yet: %s", event.machine, event.message)
             case MachineReleased():
                 self._ready.discard(event.machine)
+                if event.reason is ReleaseReason.DONE:
+                    self._done.add(event.machine)
                 self._log.info("%s: released, %s", event.machine, event.message)
             case RentalWaiting():
                 self._log.info("Waiting for %s: %s", event.rental, event.message)
@@ -526,11 +530,12 @@ class RentalProgress(LiveProgress):
                 pass
 
     def _complete(self) -> None:
-        pass  # each running machine was counted
+        pass  # each machine that runs or is done was counted
 
     def _compute_share(self) -> float:
-        return len(self._ready) / self._total
+        return (len(self._ready) + len(self._done)) / self._total
 
     def _describe(self, seconds: float) -> str:
         machines = format_count(self._total, "machine")
-        return f"{len(self._ready)} of {machines} run, ${self._dollars:.2f}."
+        done = f", {len(self._done)} done" if self._done else ""
+        return f"{len(self._ready)} of {machines} run{done}, ${self._dollars:.2f}."

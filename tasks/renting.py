@@ -287,9 +287,10 @@ def report_rentals(
 
 
 def _make_row(one: MachineStatus) -> Sequence[object]:
-    intent = one.attempt.intent if one.attempt else None
-    since = f"{intent.started_at.astimezone(UTC):%d %b %H:%M}" if intent else "?"
-    until = f"{intent.deadline.astimezone(UTC):%d %b %H:%M}" if intent else "?"
+    since = until = "?"
+    if one.attempt is not None:
+        times = one.attempt.intent.started_at, one.attempt.deadline
+        since, until = (f"{time.astimezone(UTC):%d %b %H:%M}" for time in times)
     owner = one.release_reason or one.owner or ("detached" if one.rental else "unknown label")
     return (
         format_code(one.rental or one.instance.label),

@@ -26,7 +26,7 @@ from tasks.formatting import (
     format_size,
     make_artifact_key,
 )
-from tasks.plot import draw_pace
+from tasks.plot import draw_rate
 from tasks.progress import RentalProgress, ShardProgress
 from tasks.renting import make_account, require_credentials
 from tasks.reports import (
@@ -77,11 +77,11 @@ class ShardingResult:
 
     Attributes:
         report: Report of the engine.
-        pace: Bytes committed in each second of the run.
+        bytes_by_second: Bytes committed in each second of the run.
     """
 
     report: ShardReport
-    pace: Mapping[int, int] = field(repr=False)
+    bytes_by_second: Mapping[int, int] = field(repr=False)
 
 
 @_retried_task
@@ -93,7 +93,7 @@ def make_shards(settings: PipelineSettings, *, repair: bool = False) -> Sharding
     """
     with ShardProgress(make_artifact_key("progress", settings.dataset)) as progress:
         report = datasets.shard_dataset(settings, progress=progress, accept_changed_source=repair)
-    return ShardingResult(report, dict(progress.pace))
+    return ShardingResult(report, dict(progress.bytes_by_second))
 
 
 @task(cache_policy=NO_CACHE)
@@ -114,7 +114,7 @@ def make_shards_on_machines(settings: PipelineSettings, machines: VastSettings) 
             rental_progress(event)
 
         report = shard_on_machines(settings, machines, progress=progress)
-    return ShardingResult(report, dict(shard_progress.pace))
+    return ShardingResult(report, dict(shard_progress.bytes_by_second))
 
 
 @_retried_task
@@ -199,8 +199,10 @@ def describe_shards(made: ShardingResult) -> Markdown:
         *((("Asset", format_code(asset)),) if (asset := make_asset_key(report.url)) else ()),
     ]
     drawn = Markdown()
-    if made.pace:
-        plot = draw_pace(made.pace, report.seconds, f"{manifest.dataset}: rate of this run")
+    if made.bytes_by_second:
+        plot = draw_rate(
+            made.bytes_by_second, report.seconds, f"{manifest.dataset}: rate of this run"
+        )
         drawn = format_image(plot, "rate in MB/s over the seconds of this run")
     warnings = [format_markdown("{} {}", format_bold("Warning:"), one) for one in report.warnings]
     return join_blocks(

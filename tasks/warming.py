@@ -16,7 +16,7 @@ from tasks.formatting import (
     format_size,
     make_artifact_key,
 )
-from tasks.plot import draw_pace
+from tasks.plot import draw_rate
 from tasks.progress import SwarmProgress
 from tasks.reports import (
     Markdown,
@@ -36,11 +36,11 @@ class PrewarmResult:
 
     Attributes:
         report: Report of the engine.
-        pace: Bytes that reached a node in each second of the run.
+        bytes_by_second: Bytes that reached a node in each second of the run.
     """
 
     report: PrewarmReport
-    pace: Mapping[int, int] = field(repr=False)
+    bytes_by_second: Mapping[int, int] = field(repr=False)
 
 
 @retried_task
@@ -51,7 +51,7 @@ def warm_nodes(settings: PrewarmSettings) -> PrewarmResult:
     """
     with SwarmProgress(make_artifact_key("progress", "prewarm")) as progress:
         report = swarm.prewarm(settings, progress=progress)
-    return PrewarmResult(report, dict(progress.pace))
+    return PrewarmResult(report, dict(progress.bytes_by_second))
 
 
 @task(cache_policy=NO_CACHE)
@@ -86,8 +86,10 @@ def describe_nodes(warmed: PrewarmResult) -> Markdown:
         report.unconfirmed,
     )
     drawn = Markdown()
-    if warmed.pace:
-        plot = draw_pace(warmed.pace, report.seconds, "Rate at which bytes reached the nodes")
+    if warmed.bytes_by_second:
+        plot = draw_rate(
+            warmed.bytes_by_second, report.seconds, "Rate at which bytes reached the nodes"
+        )
         drawn = format_image(plot, "rate in MB/s over the seconds of this run")
     return join_blocks(
         whole,

@@ -79,7 +79,7 @@ def shard_all_partitions(
         plan: Plan of the dataset, which must still be committed.
         execution: Number and place of the workers, and the time after which the lease of a dead
             holder ends.
-        progress: Called in this thread; without workers, in one thread at a time.
+        progress: Called in this thread; with `workers: 0`, in one thread at a time.
         prepare: Function that is called before the first partition. No other run replaces the plan
             while it is called.
         wait: Whether to wait for the partitions that other runs hold.
@@ -220,7 +220,8 @@ class _PendingPartitions:
     def drop_ended(self) -> None:
         """Drop partitions that other runs have ended, held or not. One request if none has.
 
-        This is for a run without workers, which claims no partition and so meets no ends.
+        This is for a run whose Ray cluster has no CPU now, so that it claims no partition and meets
+        no ends.
         """
         self._partitions.extend(self._held_elsewhere)
         self._held_elsewhere.clear()
@@ -382,7 +383,8 @@ class _Driver:
         self._pool, self._pending, self._leases = pool, pending, leases
         self._progress = progress
         self._deaths: Counter[str] = Counter()
-        self._ended: set[str] = set()  # partitions whose workers have not sent their last message
+        # Partitions with an end in the ledger, whose worker has not sent its last message.
+        self._unconfirmed_ends: set[str] = set()
 
     def run(self) -> None:
         last_poll = time.monotonic()
@@ -417,7 +419,7 @@ class _Driver:
                 if isinstance(event, ShardCommitted):
                     self._deaths.pop(event.partition, None)
                 if isinstance(event, PartitionEnded):
-                    self._ended.add(event.partition)
+                    self._unconfirmed_ends.add(event.partition)
                 self._progress(event)
                 worker.acknowledge(number)
             case {"read": _}:
@@ -425,7 +427,7 @@ class _Driver:
             case {"ended": end}:
                 PartitionEnd.model_validate(end)  # raises for a damaged message
                 job, lease = worker.finish()
-                self._ended.discard(job.partition.name)
+                self._unconfirmed_ends.discard(job.partition.name)
                 self._leases.heartbeat.release(lease)
             case {"failed": [kind, text]}:
                 raise getattr(errors, kind, errors.WorkerError)(text)
@@ -449,7 +451,7 @@ class _Driver:
         job, lease = assignment
         partition = job.partition.name
         self._leases.heartbeat.release(lease)
-        if partition in self._ended:
+        if partition in self._unconfirmed_ends:
             return
         self._deaths[partition] += 1
         if self._deaths[partition] >= _MAX_DEATHS:

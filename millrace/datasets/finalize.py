@@ -106,7 +106,7 @@ class _LedgerTotals:
         quarantined: Number of quarantined rows.
         dropped: Number of rows that transforms dropped.
         rows: Number of rows of the source.
-        bad_rows: Number of quarantined rows of the source.
+        bad_rows: Quarantined rows of the source; may be a fraction, as in `ShardCommit`.
     """
 
     plan_digest: str

@@ -336,7 +336,7 @@ class _PendingCommit:
         shards: One shard of each format.
         start_position: Cursor and `skip` of the first row.
         next_position: Cursor and `skip` after the last row.
-        bad_rows: Quarantined rows, each as one line of JSON.
+        quarantine_lines: Quarantined rows, each as one line of JSON.
         bad_bytes: Bytes of the quarantined rows.
         is_halfway: Whether a shard has reached half of its largest size.
         rows: Number of rows of the source; None without transforms.
@@ -348,7 +348,7 @@ class _PendingCommit:
     shards: ShardSet
     start_position: tuple[int, int]
     next_position: tuple[int, int]
-    bad_rows: list[bytes] = field(default_factory=list[bytes])
+    quarantine_lines: list[bytes] = field(default_factory=list[bytes])
     bad_bytes: int = 0
     is_halfway: bool = False
     rows: int | None = None
@@ -364,7 +364,7 @@ class _PendingCommit:
                 "data": row.data.decode("utf-8", "backslashreplace"),
             }
         )
-        self.bad_rows.append(line)
+        self.quarantine_lines.append(line)
         self.bad_bytes += len(line)
         self.bad_share += row.share
 
@@ -448,7 +448,7 @@ class _ShardUploader:
 
     def finish(self, pending: _PendingCommit) -> None:
         """Start the upload of the last commit, as `upload` does, unless the commit has no rows."""
-        if pending.shards.samples or pending.bad_rows:
+        if pending.shards.samples or pending.quarantine_lines:
             self._submit(pending)
             self.position = pending.next_position
         else:
@@ -481,7 +481,7 @@ class _ShardUploader:
             next_cursor=pending.next_position[0],
             next_skip=pending.next_position[1],
             quarantine_key=quarantine,
-            quarantined=len(pending.bad_rows),
+            quarantined=len(pending.quarantine_lines),
             dropped=pending.dropped,
             rows=pending.rows,
             bad_rows=None if pending.rows is None else pending.bad_share,
@@ -532,9 +532,9 @@ class _ShardUploader:
 
     def _upload_quarantine(self, pending: _PendingCommit) -> str | None:
         """Upload the bad rows of a commit; return their key, or None if there are no bad rows."""
-        if not pending.bad_rows:
+        if not pending.quarantine_lines:
             return None
-        body = b"\n".join(pending.bad_rows)
+        body = b"\n".join(pending.quarantine_lines)
         digest = compute_digest(body)
         key = self._keys.make_quarantine_key(pending.name, self._select_suffix(digest))
         self._create_same(key, body, digest)

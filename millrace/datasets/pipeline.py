@@ -352,7 +352,7 @@ def shard_dataset(
 
     Args:
         settings: Settings of the dataset.
-        progress: Called at each boundary, in this thread; without workers, in one thread at a
+        progress: Called at each boundary, in this thread; with `workers: 0`, in one thread at a
             time.
         accept_changed_source: Whether a complete dataset is accepted although its source has
             changed, as before `repair_dataset`.

@@ -121,7 +121,7 @@ class ShardHalfEncoded(PartitionEvent):
     """Event after a shard in memory has reached half of its largest size.
 
     Attributes:
-        number: Number of the shard in the partition.
+        number: Number of the commit in the partition.
         samples: Number of samples so far.
     """
 
@@ -136,7 +136,7 @@ class ShardEncoded(PartitionEvent):
     """Event after a shard is encoded, before its upload.
 
     Attributes:
-        number: Number of the shard in the partition.
+        number: Number of the commit in the partition.
         key: Key of the shard.
         samples: Number of samples.
         size: Bytes of the shard.
@@ -178,7 +178,7 @@ class ShardCommitted(PartitionEvent):
         size: Bytes of the shards.
         quarantined: Number of quarantined rows.
         rows: Number of rows of the source.
-        bad_rows: Number of quarantined rows of the source.
+        bad_rows: Quarantined rows of the source; may be a fraction, as in `ShardCommit`.
         fraction: Fraction of the partition that is committed, from 0 to 1.
     """
 

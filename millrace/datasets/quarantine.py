@@ -101,7 +101,7 @@ class QuarantineLimit:
         Args:
             samples: Number of samples.
             rows: Number of rows of the source.
-            bad_rows: Number of quarantined rows of the source.
+            bad_rows: Quarantined rows of the source; may be a fraction, as in `ShardCommit`.
             dropped: Number of rows that transforms dropped.
 
         Raises:

@@ -37,8 +37,8 @@ class Sample(NamedTuple):
         key: Name of the sample, unique in its partition.
         fields: Parts by their extensions (``txt``, ``json``). Formats sort them by extension.
         next_cursor: Cursor after the sample.
-        next_skip: Number of samples of the row at `next_cursor` that were yielded before. Packed:
-            a code for its tokens and bad rows, see `transforms.packing`.
+        next_skip: Number of samples and bad rows that were yielded before of the source's row at
+            `next_cursor`. Packed: its tokens in the low 32 bits, and its bad rows above them.
     """
 
     key: str
@@ -68,8 +68,8 @@ class BadRow(NamedTuple):
         reason: Reason why the row makes no sample.
         data: Bytes of the row, or the first of them.
         next_cursor: Cursor after the row.
-        next_skip: Number of samples of the row at `next_cursor` that were yielded before. Packed:
-            a code for its tokens and bad rows, see `transforms.packing`.
+        next_skip: Number of samples and bad rows that were yielded before of the source's row at
+            `next_cursor`. Packed: its tokens in the low 32 bits, and its bad rows above them.
         share: Share in its row of the source, of which transforms may make several.
     """
 

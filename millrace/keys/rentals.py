@@ -27,7 +27,8 @@ _NESTED_KEY = re.compile(
 INSTALLATION = f"{RENTALS}/installation.json"
 """Key of the name of this installation, which tells its machines from others of the account."""
 MAX_ATTEMPTS = 100_000
-"""Largest number of attempts of a rental. The first of the six digits of their numbers is 0."""
+"""Largest number of attempts of a rental, for all slots. The first of the six digits of their
+numbers is 0."""
 _OWNER_FILE = "owner.txt"
 _CONFLICTING_PART = re.compile(
     rf"^installation\.json(?![^/])|(?<=/)(?:0[0-9]{{5}}|{re.escape(_OWNER_FILE)})(?![^/])"

@@ -128,12 +128,15 @@ class RentalCostUpdated(Event):
 
     Attributes:
         rental: Name of the rental.
+        machines: Number of machines that the rental needs. It may be less than the settings of its
+            program say: sharding rents at most one for each open partition.
         dollars: Cost of the rental so far.
     """
 
     kind: ClassVar[str] = "rental.cost"
 
     rental: str
+    machines: int
     dollars: float
 
 

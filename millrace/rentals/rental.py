@@ -364,7 +364,11 @@ class Rental:
         if not self._is_listed and not self.machines:
             self._releaser.release([])  # no machine to go on with
         self._context.progress(
-            RentalCostUpdated(rental=self.settings.name, dollars=round(self.cost, 6))
+            RentalCostUpdated(
+                rental=self.settings.name,
+                machines=self.settings.machines,
+                dollars=round(self.cost, 6),
+            )
         )
         for decision in decisions:
             self._handle_release(decision)

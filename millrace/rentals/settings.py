@@ -186,7 +186,8 @@ class RentalTimeouts(BaseModel):
         default=5,
         ge=1,
         le=MAX_ATTEMPTS,
-        description="Largest number of machines that are rented for a slot, one after another.",
+        description="Largest number of machines in a row for a slot on which the program does not "
+        "start, or fails. The loss of a machine on which it runs resets the count.",
     )
     retry_failed: bool = Field(
         default=False,

@@ -544,14 +544,15 @@ class ShardCommit(Record):
         samples: Number of samples in each shard.
         start_cursor: Cursor of the first row. To make the shards again, reading starts here.
         next_cursor: Cursor after the last row. A later run continues here.
-        start_skip: Part of the row at `start_cursor` in earlier shards, as its transforms count it.
-        next_skip: Part of the row at `next_cursor` in these shards and in earlier ones.
+        start_skip: Part of the row at `start_cursor` in earlier shards: its samples and bad rows.
+            Packed: its tokens in the low 32 bits, and its bad rows above them.
+        next_skip: Part of the row at `next_cursor` in these shards and in earlier ones, likewise.
         quarantine_key: Key of the quarantined rows; None if there are none.
         quarantined: Number of quarantined rows.
         dropped: Number of rows between these cursors that became no sample by the transforms.
         rows: Number of rows of the source between these cursors; None without transforms.
-        bad_rows: Number of quarantined rows of the source; None without transforms. A row that
-            became several samples counts by the share of these that is quarantined.
+        bad_rows: Quarantined rows of the source, which may be a fraction; None without transforms.
+            A row that became several samples counts by the share of these that is quarantined.
         plan_digest: Digest of the plan.
     """
 
@@ -600,7 +601,7 @@ class PartitionEnd(Record):
         quarantined: Number of quarantined rows.
         dropped: Number of rows that became no sample by the transforms, also after the last commit.
         rows: Number of rows of the source; None without transforms.
-        bad_rows: Number of quarantined rows of the source, as in the commits.
+        bad_rows: Quarantined rows of the source, as in the commits.
         plan_digest: Digest of the plan.
     """
 

@@ -211,7 +211,7 @@ class _PrewarmDriver:
             sizes, self._settings.limits, votes_needed=needs, known_digests=self._known.pieces
         )
         is_at_mirror = partial(begins_at_mirror, self._catalogue, mirrors)
-        return RunState(tracker, sizes, self._request_piece, is_at_mirror)
+        return RunState(tracker, self._request_piece, is_at_mirror)
 
     # The reader is made after the parts that request reads.
     def _request_piece(self, piece: int) -> None:

@@ -79,7 +79,7 @@ class NodeRun:
             emit=self._events.append,
             on_fault=self._report_fault,
         )
-        self._archives = ArchiveUnpacker(root, spec.catalogue, self.assembler, spec.unpacked)
+        self._archives = ArchiveUnpacker(root, spec.catalogue, self.assembler, spec.unpack_limits)
         # Archives to unpack, by their numbers. Bytes arrive in about this order, and arrive also
         # while no thread waits for them, so an archive that waits for a thread delays no other one.
         self._packed: queue.PriorityQueue[int] = queue.PriorityQueue()

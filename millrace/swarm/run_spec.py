@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.messages import encode_endpoint
@@ -27,7 +28,7 @@ class RunSpec:
         check: Check of the files of earlier runs.
         slots: Number of orders that a node carries out at once.
         ca: Certificate authorities of the stores, PEM; None for those of the system.
-        unpacked: Limits of one archive: ``bytes`` and ``members``.
+        unpack_limits: Limits of one archive. Only its `bytes` and `members` are sent.
         mirrors: Signed URLs of further copies with the same ETag, by the number of the file.
     """
 
@@ -37,7 +38,7 @@ class RunSpec:
     check: CacheCheck
     slots: int
     ca: str | None
-    unpacked: dict[str, int]
+    unpack_limits: UnpackLimits
     mirrors: Mapping[int, list[str]] = field(default_factory=dict[int, list[str]])
 
     def encode(self) -> bytes:
@@ -51,7 +52,10 @@ class RunSpec:
                 "check": self.check,
                 "slots": self.slots,
                 "ca": self.ca,
-                "unpacked": self.unpacked,
+                "unpacked": {
+                    "bytes": self.unpack_limits.bytes,
+                    "members": self.unpack_limits.members,
+                },
                 "mirrors": self.mirrors,
             }
         ).encode()
@@ -86,7 +90,9 @@ def decode_start_body(body: bytes) -> tuple[RunSpec, dict[str, Endpoint]]:
         check=CacheCheck(data["check"]),
         slots=data["slots"],
         ca=data["ca"],
-        unpacked=data["unpacked"],
+        unpack_limits=UnpackLimits(
+            bytes=data["unpacked"]["bytes"], members=data["unpacked"]["members"]
+        ),
         mirrors={int(number): urls for number, urls in data["mirrors"].items()},
     )
     return decoded, {node: Endpoint(**fields) for node, fields in json.loads(agents).items()}

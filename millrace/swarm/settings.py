@@ -254,8 +254,8 @@ class PrewarmOptions(_Settings):
         ge=64 * 1024,
         le=MAX_PIECE_SIZE,
         description="Size of a piece, at most 64 MiB; by default 1 to 4 MiB, by the amount of "
-        "data. A node keeps each piece in memory that it fetches or sends: up to 24 at once, with "
-        "the default limits.",
+        "data. A node keeps each piece in memory that it fetches: up to 20 at once, with the "
+        "default limits.",
     )
     limits: LimitSettings = Field(default=LimitSettings(), description="Limits on concurrent work.")
     min_node_share: float = Field(
@@ -266,8 +266,8 @@ class PrewarmOptions(_Settings):
     )
     start_timeout: Duration = Field(
         default=timedelta(minutes=2),
-        description="Longest time that nodes check their own files before the others begin "
-        "without them. Hosts that do not answer within this time are left out.",
+        description="Longest wait for hosts to answer, and for nodes to check their own files. "
+        "Then the run begins without them; they may still join until the other nodes are ready.",
     )
     store_timeout: Duration = Field(
         default=timedelta(minutes=2),

@@ -144,6 +144,11 @@ class Tracker:
         """Reason for reads from the store of pieces that nodes have; empty if there are none."""
         return self._direct.reason
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pieces that all living nodes have."""
+        return self._copies.held_bytes
+
     def take_disputed(self) -> list[int]:
         """Remove and return the pieces that have become disputed since the last call.
 
@@ -153,9 +158,10 @@ class Tracker:
         return self._output.take_disputed()
 
     def take_faulty(self) -> list[str]:
-        """Remove and return the nodes with too many wrong copies since the last call.
+        """Remove and return the nodes that have become faulty since the last call.
 
-        The driver marks them as lost.
+        They reported bytes without the digest of their order, or too many wrong votes. The driver
+        marks them as lost.
         """
         return self._output.take_faulty()
 
@@ -182,11 +188,6 @@ class Tracker:
     def is_disputed(self, piece: int) -> bool:
         """Tell whether votes for a piece differ, and the driver has not settled the piece."""
         return self._copies.is_disputed(piece)
-
-    def list_held_sizes(self, node: str, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of the pieces that a node has; none for a node that never joined."""
-        known = self._nodes.get(node)
-        return [size for size, has in zip(sizes, known.have, strict=True) if has] if known else []
 
     def lacks_any(self, node: str) -> bool:
         """Tell whether a node lacks any piece."""
@@ -251,7 +252,7 @@ class Tracker:
             return self._output.take_orders()
         return self._fill_after(node, now)
 
-    def cancel_transfer(
+    def note_redundant_transfer(
         self, node_id: str, piece: int, source: str, now: float
     ) -> list[PieceOrder]:
         """Note that a transfer was redundant, since another source was faster.
@@ -259,7 +260,7 @@ class Tracker:
         If no other source has sent the piece to the node, the transfer counts as failed.
         """
         node = self._nodes[node_id]
-        self._outcomes.cancel(node, piece, source, now)
+        self._outcomes.note_redundant(node, piece, source, now)
         return self._fill_after(node, now)
 
     def remove_node(self, node_id: str, now: float) -> list[PieceOrder]:

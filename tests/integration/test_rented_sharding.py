@@ -28,7 +28,12 @@ from millrace.keys.leases import LeaseKeys
 from millrace.lease import Heartbeat, Holder, Lease, StoreClock, acquire
 from millrace.progress import Event
 from millrace.rentals import RentalSettings
-from millrace.rentals.progress_events import MachineReady, MachineReleased, MachineRented
+from millrace.rentals.progress_events import (
+    MachineReady,
+    MachineReleased,
+    MachineRented,
+    RentalCostUpdated,
+)
 from millrace.rented_sharding import VastSettings, make_sharding_rental, run_pipeline
 from millrace.schemas.rental import ReleaseReason
 from millrace.settings import load_settings
@@ -541,9 +546,15 @@ def test_no_more_machines_are_rented_than_partitions_are_open(
     refused = CliRunner().invoke(main, ["run", str(path), "--use-vast"], input="n\n")
     assert said.format("1 machine", "1 partition") in refused.output.replace("\n", " ")
     assert "Rent 1 machine for shard/words" in refused.stderr
+    needed: set[int] = set()
+
+    def note_machines(event: Event) -> None:
+        if isinstance(event, RentalCostUpdated):
+            needed.add(event.machines)
+
     with pytest.raises(errors.MachineError, match="is not complete"):
-        run_pipeline(path, use_vast=True)
-    assert len(vast.list_machines()) == 1
+        run_pipeline(path, use_vast=True, progress=note_machines)
+    assert (len(vast.list_machines()), needed) == (1, {1})
     vast.reset()
 
 

@@ -137,7 +137,7 @@ class _CooldownRun:
             if not self._cooldown.is_in_background:
                 self._cooldown.upload.stop()
         if self._cooldown.is_in_background:
-            result = replace(result, rest=self._continue_in_background())
+            result = replace(result, background_result=self._continue_in_background())
         else:
             result = self._cooldown.upload.add_counts(result)
         self._commit_record(result)
@@ -174,7 +174,7 @@ class _CooldownRun:
 
     def _continue_in_background(self) -> Future[EpochResult]:
         """Continue the upload in another thread, and return its future result."""
-        rest: Future[EpochResult] = Future()
+        background_result: Future[EpochResult] = Future()
 
         def finish() -> None:
             try:
@@ -184,12 +184,12 @@ class _CooldownRun:
                     self._cooldown.upload.stop()
                 self._commit_record(result, replace_earlier=True)
             except BaseException as error:
-                rest.set_exception(error)
+                background_result.set_exception(error)
                 raise
-            rest.set_result(result)
+            background_result.set_result(result)
 
         threading.Thread(target=finish, name="cooldown", daemon=True).start()
-        return rest
+        return background_result
 
     def _commit_record(self, result: EpochResult, *, replace_earlier: bool = False) -> None:
         """Commit a record of the result for observers.

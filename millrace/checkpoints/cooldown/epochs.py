@@ -85,8 +85,8 @@ class EpochSaver:
 
     def wait(self) -> EpochResult | None:
         """Wait for the upload in the background, and return the result of the last epoch."""
-        if self._last is not None and self._last.rest is not None:
-            self._last = self._last.rest.result()
+        if self._last is not None and self._last.background_result is not None:
+            self._last = self._last.background_result.result()
         return self._last
 
     def cancel(self) -> None:

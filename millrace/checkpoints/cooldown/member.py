@@ -121,4 +121,5 @@ def end_epoch(
             settings=settings.cooldown,
             progress=progress,
         )
-        return cooled.rest.result() if cooled.rest is not None else cooled
+        background_result = cooled.background_result
+        return cooled if background_result is None else background_result.result()

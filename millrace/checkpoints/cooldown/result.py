@@ -18,7 +18,7 @@ class EpochResult:
         checked: Bytes of other members that this member verified.
         replaced: Number of other members' files that did not match their digests.
         seconds: Duration.
-        rest: With `OnTimeout.BACKGROUND`, the future result of the upload that continues.
+        background_result: Future result of an upload that continues (`OnTimeout.BACKGROUND`).
     """
 
     outcome: CooldownOutcome
@@ -28,7 +28,7 @@ class EpochResult:
     checked: int = 0
     replaced: int = 0
     seconds: float = 0.0
-    rest: "Future[EpochResult] | None" = field(default=None, repr=False)
+    background_result: "Future[EpochResult] | None" = field(default=None, repr=False)
 
     @property
     def is_durable(self) -> bool:

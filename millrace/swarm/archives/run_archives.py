@@ -8,11 +8,13 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from millrace.errors import ArchiveError, ConfigurationError
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import RECORDS_FOLDER, Catalogue, File
 from millrace.swarm.targets import SPARE_BYTES, sync, sync_file_system
@@ -27,14 +29,14 @@ class ArchiveUnpacker:
         root: Folder that no file is written outside of.
         catalogue: Files of the run.
         assembler: Assembler of these files.
-        limits: Limits of one archive: ``bytes`` and ``members``.
+        limits: Limits of one archive. Its `spare` is computed for each archive.
 
     Attributes:
         written: Bytes that were written into members, and 1 for each member.
     """
 
     def __init__(
-        self, root: Path, catalogue: Catalogue, assembler: Assembler, limits: dict[str, int]
+        self, root: Path, catalogue: Catalogue, assembler: Assembler, limits: UnpackLimits
     ) -> None:
         self._root, self._catalogue, self._assembler = root.resolve(), catalogue, assembler
         self._limits = limits
@@ -124,12 +126,10 @@ class ArchiveUnpacker:
             return drops
 
     def _unpack_into(self, number: int, file: File, half: Path) -> None:
-        from millrace.swarm.archives.unpack import Unpacking, UnpackLimits, unpack  # noqa: PLC0415
+        from millrace.swarm.archives.unpack import Unpacking, unpack  # noqa: PLC0415
 
         method = Unpacking(file.unpack)
-        limits = UnpackLimits(
-            **self._limits, spare=SPARE_BYTES + self._assembler.count_unallocated()
-        )
+        spare = SPARE_BYTES + self._assembler.count_unallocated()
         with contextlib.ExitStack() as stack:
             if method is Unpacking.ZIP:  # the directory of a zip is at its end
                 self._assembler.wait_final(number)
@@ -141,7 +141,7 @@ class ArchiveUnpacker:
                 archive,
                 method,
                 half,
-                limits=limits,
+                limits=replace(self._limits, spare=spare),
                 mode=file.mode,
                 owner=file.owner,
                 on_written=self._count_written,

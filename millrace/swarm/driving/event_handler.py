@@ -74,7 +74,6 @@ class EventHandler:
         if event.source == STORE:
             self._pieces.note_read(number)
         if not state.tracker.has(name, number):
-            state.held += event.size
             member.last_progress = now
         state.dispatch(
             state.tracker.complete_transfer(name, number, event.source, event.digest, now)
@@ -84,7 +83,7 @@ class EventHandler:
         state = self._state
         _count_bytes(member, event.source, event.size)
         state.dispatch(
-            state.tracker.cancel_transfer(
+            state.tracker.note_redundant_transfer(
                 member.node.id, event.piece, event.source, time.monotonic()
             )
         )

@@ -193,7 +193,6 @@ class NodeFollowers:
         member.joined, member.last_progress = True, time.monotonic()
         state.members.add(member)  # again: `await_member` may have made it absent
         member.counts.cached = sum(self._sizes[number] for number, _ in have)
-        state.held += member.counts.cached
         for number in self._list_void():
             member.orders.put(VoidDigest(number))
         state.dispatch(

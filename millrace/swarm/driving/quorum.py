@@ -6,7 +6,7 @@ This module owns the number of expected nodes, and the time that the run waits f
 from millrace import errors
 from millrace.swarm.driving.members import RunMembers
 
-_LATECOMER_TIMEOUT = 5.0  # seconds to wait for a missing host when all others are ready
+_LATECOMER_TIMEOUT = 5.0  # seconds after the call, until which ready nodes wait for a missing host
 
 
 class Quorum:
@@ -45,7 +45,8 @@ class Quorum:
     def awaits_latecomers(self, now: float) -> bool:
         """Tell whether to wait for a missing node when all others are ready.
 
-        While the others are too few, the wait is as long as that for the first order.
+        The wait ends a few seconds after the call. While the others are too few, the wait ends with
+        that for the first order.
         """
         limit = self._start_timeout
         if self._is_enough(len(self._members.list_living())):

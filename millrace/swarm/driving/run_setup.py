@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from millrace import errors
 from millrace.formatting import format_size
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.catalogue import Catalogue
 from millrace.swarm.protocol import MAX_BODY_SIZE
 from millrace.swarm.run_spec import RunSpec
@@ -81,6 +82,8 @@ def make_run_spec(
         check=settings.check,
         slots=limits.store_reads_per_node + limits.downloads_per_node + _FURTHER_SLOTS,
         ca=read_authorities(settings),
-        unpacked={"bytes": settings.unpacked_bytes, "members": settings.unpacked_members},
+        unpack_limits=UnpackLimits(
+            bytes=settings.unpacked_bytes, members=settings.unpacked_members
+        ),
         mirrors=mirrors or {},
     )

@@ -7,7 +7,7 @@ marks a member as lost.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from millrace.errors import MillraceError
 from millrace.progress import Event
@@ -25,7 +25,6 @@ class RunState:
 
     Args:
         tracker: Decides which node fetches which piece from which source.
-        sizes: Bytes of each piece.
         on_disputed: Called with a piece for which nodes have reported different digests.
         is_at_mirror: Tells whether a read of a piece in a turn begins at a mirror of the store.
             Wrong bytes of such a read do not count against the node.
@@ -36,18 +35,16 @@ class RunState:
         tracker: Decides which node fetches which piece from which source.
         fatal: Error that ends the run; None while there is none.
         is_ending: Whether the run is over, so that all further events are ignored.
-        held: Bytes on all living nodes.
     """
 
     def __init__(
         self,
         tracker: Tracker,
-        sizes: Sequence[int],
         on_disputed: Callable[[int], None],
         is_at_mirror: Callable[[int, int], bool] = lambda _, __: False,
     ) -> None:
         self._is_at_mirror = is_at_mirror
-        self._sizes, self._on_disputed = sizes, on_disputed
+        self._on_disputed = on_disputed
         self._untrusted: set[str] = set()
         self._events: list[Event] = []
         self._store_reads: Counter[int] = Counter()  # ordered ones, by piece
@@ -56,7 +53,11 @@ class RunState:
         self.tracker = tracker
         self.fatal: MillraceError | None = None
         self.is_ending = False
-        self.held = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes on all living nodes."""
+        return self.tracker.held_bytes
 
     def report_progress(self, event: Event) -> None:
         """Add an event to the progress events."""
@@ -82,7 +83,6 @@ class RunState:
         member.orders.put(None)
         name = self.members.format_name(member.node)
         self.report_progress(NodeLost(node=name, reason=member.lost_reason))
-        self.held -= self.count_held(member)
         self.dispatch(self.tracker.remove_node(member.node.id, time.monotonic()))
         self.news.notify_all()
 
@@ -92,10 +92,6 @@ class RunState:
             return
         self.dispatch(self.tracker.count_wrong_read(member.node.id, time.monotonic()))
         self.note_untrusted()
-
-    def count_held(self, member: Member) -> int:
-        """Return the bytes of the pieces that a member has."""
-        return sum(self.tracker.list_held_sizes(member.node.id, self._sizes))
 
     def is_finished(self, member: Member, files: int) -> bool:
         """Tell whether a member has all files that it can get, and the votes for all its pieces.
@@ -119,7 +115,6 @@ class RunState:
             member = self.members[order.node]
             queued = member.orders
             if order.drop:
-                self.held -= self._sizes[order.piece]
                 member.note_drop(order.piece)
                 queued.put(DropPiece(order.piece))
             else:

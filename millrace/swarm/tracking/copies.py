@@ -52,6 +52,7 @@ class CopyTable:
     Attributes:
         pieces: State of each piece.
         excused: Nodes and pieces, of which the next wrong vote is not counted.
+        held_bytes: Bytes of the copies on all living nodes, without dropped ones.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CopyTable:
     ) -> None:
         self.pieces = [PieceState(size) for size in sizes]
         self.excused: set[tuple[str, int]] = set()
+        self.held_bytes = 0
         self._nodes, self._transfers = nodes, transfers
         self._waiting_nodes, self._readers = waiting_nodes, readers
         self._output = output
@@ -103,7 +105,7 @@ class CopyTable:
     def has_fast_holder(self, number: int) -> bool:
         """Tell whether a holder of a piece uploads in time."""
         nodes = self._nodes
-        return any(not nodes[name].pace.is_slow for name in self.pieces[number].holders)
+        return any(not nodes[name].rates.is_slow for name in self.pieces[number].holders)
 
     def measure_confirmed(self, node: NodeState) -> int:
         """Return the bytes of the copies of a node that others confirm, in all pieces."""
@@ -131,6 +133,7 @@ class CopyTable:
         """
         votes = self.pieces[number].votes
         self._nodes.note_copy(node, number)
+        self.held_bytes += self.pieces[number].size
         self._readers.note_copy(node)
         votes.add(node.id, digest, vote=vote)
         if votes.digest == digest:
@@ -159,6 +162,7 @@ class CopyTable:
         for number, piece in enumerate(self.pieces):
             if not piece.votes.remove(node.id):
                 continue
+            self.held_bytes -= piece.size
             self._remove_holder(node, number)
             self.request_read_if_needed(number)
 
@@ -194,9 +198,9 @@ class CopyTable:
 
     def mark_slow(self, node: NodeState) -> None:
         """Mark a node as slow. Request reads of the pieces that only slow nodes have."""
-        if node.pace.is_slow:
+        if node.rates.is_slow:
             return
-        node.pace.is_slow = True
+        node.rates.is_slow = True
         self._readers.update()
         for number in range(len(self.pieces)):
             if node.have[number]:
@@ -226,7 +230,7 @@ class CopyTable:
             return
         piece.holders[node.id] = None
         self._offer(node, number)
-        if node.pace.is_slow:
+        if node.rates.is_slow:
             self.request_read_if_needed(number)
         if len(piece.holders) == 1:
             self._waiting_nodes.enqueue_for_others(number)
@@ -321,5 +325,6 @@ class CopyTable:
         self._remove_holder(node, number)
         if node.have[number]:
             self._nodes.forget_copy(node, number)
+            self.held_bytes -= self.pieces[number].size
             self._waiting_nodes.queue_vote_read(node, number)
             self._output.orders.append(PieceOrder(node.id, number, STORE, drop=True))

@@ -31,12 +31,12 @@ class DirectReads:
 
     def note_read(self, node: NodeState, size: int, seconds: float, now: float) -> None:
         """Note a read of a number of bytes from the store."""
-        node.pace.store_comparison.note_read(size, now)
-        node.pace.last_read_rate = size / max(seconds, 1e-6)
+        node.rates.store_comparison.note_read(size, now)
+        node.rates.last_read_rate = size / max(seconds, 1e-6)
 
     def note_fetch(self, node: NodeState, size: int) -> None:
         """Note a number of bytes from another node."""
-        node.pace.store_comparison.note_received(size)
+        node.rates.store_comparison.note_received(size)
 
     def compare(self, now: float) -> None:
         """Compare the store with the nodes, if no piece waits for the store."""
@@ -44,11 +44,11 @@ class DirectReads:
             return
         supplied = self._read_queue.has_any or self._is_awaiting_store()
         for node in self._nodes.iterate_living():
-            store_comparison = node.pace.store_comparison
+            store_comparison = node.rates.store_comparison
             if supplied:
                 store_comparison.restart(now)
             elif node.transfers.fetches and not store_comparison.reason:
-                store_comparison.compare(node.pace.last_read_rate, self._count_coming(node), now)
+                store_comparison.compare(node.rates.last_read_rate, self._count_coming(node), now)
                 self.reason = self.reason or store_comparison.reason
 
     def _is_awaiting_store(self) -> bool:

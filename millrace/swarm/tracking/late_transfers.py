@@ -131,7 +131,7 @@ class LateTransferHedger:
         """Order a late read again: from a holder, or else as a read by another node."""
         piece = self._copies[number]
         unshared = self._transfers.measure_read(node.transfers, number, now)
-        self._readers.note_pace(node, unshared / max(piece.size, 1))
+        self._readers.note_seconds_per_byte(node, unshared / max(piece.size, 1))
         if not piece.holders:
             self._copies.request_read(number)
             return
@@ -145,7 +145,7 @@ class LateTransferHedger:
 
     def _order_elsewhere(self, node: NodeState, number: int, source: str, now: float) -> None:
         uploader = self._uploader_selector.select(node, number)
-        if uploader is not None and uploader.id != source and not uploader.pace.is_slow:
+        if uploader is not None and uploader.id != source and not uploader.rates.is_slow:
             self._slots.order_fetch(node, number, uploader, now)
 
 

@@ -13,23 +13,24 @@ from millrace.swarm.tracking.trust import NodeTrust
 
 
 @dataclass(slots=True)
-class NodePace:
+class NodeRates:
     """Rates of one node.
 
     Attributes:
         is_slow: Whether the node uploads late within its own zone: other uploaders come first.
-        rates: Bytes a second of an upload to each zone, smoothed.
-        read_pace: Seconds a byte of its reads from the store, without the effect of concurrent
-            reads, smoothed; 0 before the first read.
-        fetch_pace: Seconds a byte of its fetches from other nodes, smoothed; 0 before the first.
+        upload_rates: Bytes a second of an upload to each zone, smoothed.
+        read_seconds_per_byte: Duration of its reads from the store, without the effect of
+            concurrent reads, smoothed; 0 before the first read.
+        fetch_seconds_per_byte: Duration of its fetches from other nodes, smoothed; 0 before the
+            first.
         last_read_rate: Bytes a second of its last read from the store.
         store_comparison: Comparison of the store with the other nodes.
     """
 
     is_slow: bool = False
-    rates: dict[str, float] = field(default_factory=dict[str, float])
-    read_pace: float = 0.0
-    fetch_pace: float = 0.0
+    upload_rates: dict[str, float] = field(default_factory=dict[str, float])
+    read_seconds_per_byte: float = 0.0
+    fetch_seconds_per_byte: float = 0.0
     last_read_rate: float = 0.0
     store_comparison: RateComparison = field(default_factory=RateComparison)
 
@@ -63,7 +64,7 @@ class NodeState:
         transfers: Transfers that the node takes part in.
         alive: Whether the node takes part in the run.
         trust: Conduct of the node.
-        pace: Rates of the node.
+        rates: Rates of the node.
         queues: Pieces that the node may fetch next.
     """
 
@@ -75,7 +76,7 @@ class NodeState:
     transfers: NodeTransfers
     alive: bool = True
     trust: NodeTrust = field(default_factory=NodeTrust)
-    pace: NodePace = field(default_factory=NodePace)
+    rates: NodeRates = field(default_factory=NodeRates)
     queues: NodeQueues = field(default_factory=NodeQueues)
 
     def needs(self, number: int) -> bool:

@@ -36,7 +36,7 @@ class TrackerOutput:
     Attributes:
         orders: Orders to nodes.
         disputed: Pieces whose votes differ.
-        faulty: Nodes with too many wrong copies.
+        faulty: Nodes that reported bytes without the ordered digest, or too many wrong votes.
     """
 
     orders: list[PieceOrder] = field(default_factory=list[PieceOrder])

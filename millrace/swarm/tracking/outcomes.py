@@ -70,7 +70,7 @@ class TransferOutcomes:
             self._copies.request_read_if_needed(number)
             return False
         self._read_queue.clear_failures(number)
-        node.trust.clear_refusals(source)
+        node.trust.clear_failed_uploads(source)
         self._copies.note_copy(node, number, digest, vote=source == STORE)
         return True
 
@@ -94,14 +94,14 @@ class TransferOutcomes:
         if source == STORE:
             self._read_queue.delay(number, node.id, now)
         elif not wrong:
-            self._note_refusal(node, self._nodes[source])
+            self._note_failed_upload(node, self._nodes[source])
         elif ended.digest == piece.votes.digest:  # else the uploader has dropped the ordered copy
             self._accuse(node, self._nodes[source])
         if node.alive and not node.have[number] and piece.holders:
             self._waiting_nodes.enqueue(node, number)
         return True
 
-    def cancel(self, node: NodeState, number: int, source: str, now: float) -> None:
+    def note_redundant(self, node: NodeState, number: int, source: str, now: float) -> None:
         """Note that a transfer was redundant, since another source was faster.
 
         If no other source has sent the piece to the node, the transfer counts as failed.
@@ -116,7 +116,7 @@ class TransferOutcomes:
         if source != STORE and ended is not None:
             uploader = self._nodes[source]
             if ended.seconds > self._uploaders.compute_timeout(uploader, node, piece.size):
-                self._note_refusal(node, uploader)
+                self._note_failed_upload(node, uploader)
         if source != STORE or node.have[number]:
             # Meanwhile no other read was ordered, and other nodes may be unable to use this copy.
             self._copies.request_read_if_needed(number)
@@ -140,12 +140,12 @@ class TransferOutcomes:
         if self._accusations.accuse(node.id, uploader.id):
             self._copies.distrust(uploader)
 
-    def _note_refusal(self, node: NodeState, uploader: NodeState) -> None:
+    def _note_failed_upload(self, node: NodeState, uploader: NodeState) -> None:
         """Note a failed upload. After several in a row, the uploader counts as slow.
 
         A slow node may report that it has every piece. So pieces that only slow nodes have are read
         from the store again.
         """
-        self._uploaders.note_refusal(uploader, node)
-        if node.trust.count_refusal(uploader.id):
+        self._uploaders.note_failed_upload(uploader, node)
+        if node.trust.count_failed_upload(uploader.id):
             self._copies.mark_slow(uploader)

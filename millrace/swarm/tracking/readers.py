@@ -3,11 +3,13 @@
 This module owns the durations of the reads from the store, and the slow zones and nodes.
 """
 
+from collections.abc import Iterable
+
 from millrace.swarm.rates import Durations, ReadConcurrency
 from millrace.swarm.tracking.nodes import NodeState, NodeTable
 
-_SLOW_READER = 3.0  # pace of a slow reader, over that of the fastest reader of its zone
-_SLOW_ZONE = 1.3  # pace of a slow zone, over that of the fastest zone
+_SLOW_READER = 3.0  # seconds a byte of a slow reader, over that of the fastest reader of its zone
+_SLOW_ZONE = 1.3  # seconds a byte of a slow zone, over that of the fastest zone
 _SLOW_MIN_TIMEOUT = 1.5  # seconds before another node also reads the piece of a slow reader
 _SLOW_LAST_TIMEOUT = 0.5  # the same, if no other piece waits for its first read
 _SLOW_READ = 3.0  # duration of a late read of a slow reader, over that of the fastest read
@@ -34,7 +36,7 @@ class ReaderRanking:
         self._nodes, self._concurrency = nodes, concurrency
         self._max_fetches, self._pieces = max_fetches, pieces
         self._durations = Durations()
-        self._fastest = 0.0  # the lowest `NodePace.read_pace`
+        self._fastest = 0.0  # the lowest `NodeRates.read_seconds_per_byte`
         self._shortest = 0.0  # seconds of the shortest read; 0 before the first one
         self._slow_zones: set[str] = set()  # labelled zones with slow reads
         self._slow_readers: set[str] = set()  # nodes that are slow compared with their zone
@@ -59,9 +61,9 @@ class ReaderRanking:
 
         In a labelled zone, one node makes the first read, since the zone may share one slow link.
         """
-        if node.pace.read_pace:
+        if node.rates.read_seconds_per_byte:
             return False
-        if self._nodes.is_one_of_zones(node) and not self._find_zone_pace(node.zone):
+        if self._nodes.is_one_of_zones(node) and not _find_least(self._nodes.zones[node.zone]):
             return any(neighbour.transfers.reads for neighbour in self._nodes.zones[node.zone])
         return node.transfers.reads > 0
 
@@ -88,28 +90,29 @@ class ReaderRanking:
         """
         self._durations.note(size, seconds)
         self._shortest = min(self._shortest or seconds, seconds)
-        self.note_pace(node, max(unshared, 1e-6) / max(size, 1))
+        self.note_seconds_per_byte(node, max(unshared, 1e-6) / max(size, 1))
         if not self.is_slow(node):
             count = sum(not self.is_slow(other) for other in self._nodes.iterate_living())
             self._concurrency.note_read(size, count, now)
 
-    def note_pace(self, node: NodeState, pace: float) -> None:
+    def note_seconds_per_byte(self, node: NodeState, seconds_per_byte: float) -> None:
         """Note the seconds a byte of a read, and compare the nodes again."""
-        before = node.pace.read_pace
-        node.pace.read_pace = 0.7 * before + 0.3 * pace if before else pace
+        before = node.rates.read_seconds_per_byte
+        node.rates.read_seconds_per_byte = (
+            0.7 * before + 0.3 * seconds_per_byte if before else seconds_per_byte
+        )
         self._find_slow(node)
 
     def note_copy(self, node: NodeState) -> None:
         """Note that a node has received a piece."""
-        if not node.pace.is_slow:
+        if not node.rates.is_slow:
             self._least_missing = min(self._least_missing, node.missing)
 
     def update(self) -> None:
         """Compare the nodes again, after a node was removed or has become slow."""
         living = list(self._nodes.iterate_living())
-        paces = [n.pace.read_pace for n in living if n.trust.is_trusted and n.pace.read_pace]
-        self._fastest = min(paces, default=0.0)
-        missing = (node.missing for node in living if not node.pace.is_slow)
+        self._fastest = _find_least(living)
+        missing = (node.missing for node in living if not node.rates.is_slow)
         self._least_missing = min(missing, default=self._pieces)
 
     def compute_timeout(self, size: int, *, slow: bool, reads: int, last: bool) -> float:
@@ -132,15 +135,6 @@ class ReaderRanking:
             allowed, max(_SLOW_LAST_TIMEOUT if last else _SLOW_MIN_TIMEOUT, _SLOW_READ * quick)
         )
 
-    def _find_zone_pace(self, zone: str) -> float:
-        """Return the lowest `NodePace.read_pace` of a zone; 0 before its first read."""
-        paces = [
-            neighbour.pace.read_pace
-            for neighbour in self._nodes.zones[zone]
-            if neighbour.trust.is_trusted and neighbour.pace.read_pace
-        ]
-        return min(paces, default=0.0)
-
     def _is_behind(self, node: NodeState, factor: float) -> bool:
         """Tell whether a node lacks many more pieces than the fastest node."""
         return node.missing - self._least_missing > factor * self._max_fetches
@@ -148,16 +142,22 @@ class ReaderRanking:
     def _find_slow(self, measured: NodeState) -> None:
         """Compare each zone with the fastest reader, and each node with the fastest of its zone.
 
-        A slow node stays slow until its own next read, since paces of different times cannot be
+        A slow node stays slow until its own next read, since reads of different times cannot be
         compared.
         """
         self.update()
         self._slow_zones.discard(measured.zone)
         self._slow_readers.discard(measured.id)
         for zone, nodes in self._nodes.zones.items():
-            fastest = self._find_zone_pace(zone) if zone else self._fastest
+            fastest = _find_least(nodes) if zone else self._fastest
             if zone and fastest > _SLOW_ZONE * self._fastest:
                 self._slow_zones.add(zone)
             for node in nodes:
-                if node.pace.read_pace > _SLOW_READER * fastest:
+                if node.rates.read_seconds_per_byte > _SLOW_READER * fastest:
                     self._slow_readers.add(node.id)
+
+
+def _find_least(nodes: Iterable[NodeState]) -> float:
+    """Return the lowest `NodeRates.read_seconds_per_byte` of trusted nodes; 0 before any read."""
+    trusted = (node.rates.read_seconds_per_byte for node in nodes if node.trust.is_trusted)
+    return min(filter(None, trusted), default=0.0)

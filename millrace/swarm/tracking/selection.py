@@ -51,7 +51,7 @@ class UploaderSelector:
             if not self._has_slot(holder, node):
                 continue
             rate = self.uploaders.get_rate(holder, node) or 1e12
-            cost = (not same, holder.pace.is_slow, (holder.transfers.uploads + 1) / rate)
+            cost = (not same, holder.rates.is_slow, (holder.transfers.uploads + 1) / rate)
             if best is None or cost < best[0]:
                 best = cost, holder
         if best is None:
@@ -149,7 +149,7 @@ class ReadSelector:
 
     def select(self, node: NodeState, now: float) -> int | None:
         """Remove and return the next piece that a node reads; None if there is none."""
-        if node.pace.store_comparison.reason:  # the node makes direct reads (`DirectReads`)
+        if node.rates.store_comparison.reason:  # the node makes direct reads (`DirectReads`)
             number = self._take_held(node, now)
         else:
             number = self._take_without_uploader(node, now)

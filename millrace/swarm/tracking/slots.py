@@ -100,14 +100,14 @@ class SlotFiller:
             and bool(queues.fetches)
             and transfers.fetches < self._limit_fetches(node)
             and not (self._read_queue.has_unread or queues.without_uploader or queues.votes)
-            and not node.pace.store_comparison.reason
+            and not node.rates.store_comparison.reason
             and self._uploader_selector.is_blocked(node)
         )
 
     def _limit_fetches(self, node: NodeState) -> int:
         """Return the largest number of concurrent fetches of a node."""
         most = self._limits.downloads_per_node
-        return most if node.pace.fetch_pace else min(most, _FIRST_FETCHES)
+        return most if node.rates.fetch_seconds_per_byte else min(most, _FIRST_FETCHES)
 
     def _order_fetches(self, node: NodeState, max_fetches: int, now: float) -> None:
         queues, transfers = node.queues, node.transfers

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _MIN_ACCUSERS = 2  # nodes that must report wrong bytes of an uploader; one alone may lie
-_MAX_REFUSALS = 8  # failed uploads in a row after which a node avoids the uploader
+_MAX_FAILED_UPLOADS = 8  # failed uploads in a row after which a node avoids the uploader
 _MAX_WRONG_VOTES = 2  # after which a node is not trusted; one may be a bit error in memory
 _FAULTY_VOTES = 8  # wrong votes after which a node is faulty, since its reads are often wrong
 
@@ -23,13 +23,13 @@ class NodeTrust:
         wrong_votes: Number of its votes, and of its reads, that differ from the digests of the
             driver.
         excluded: Nodes that sent wrong bytes to this node.
-        refusals: Number of failed uploads to this node in a row, by their uploader.
+        failed_uploads: Number of failed uploads to this node in a row, by their uploader.
     """
 
     is_trusted: bool = True
     wrong_votes: int = 0
     excluded: set[str] = field(default_factory=set[str])
-    refusals: Counter[str] = field(default_factory=Counter[str])
+    failed_uploads: Counter[str] = field(default_factory=Counter[str])
 
     def count_wrong_vote(self) -> None:
         """Count a vote, or a read, that differs from the digest of the driver."""
@@ -45,23 +45,25 @@ class NodeTrust:
         """True directly after the wrong vote that makes the node faulty."""
         return self.wrong_votes == _FAULTY_VOTES
 
-    def count_refusal(self, uploader: str) -> bool:
+    def count_failed_upload(self, uploader: str) -> bool:
         """Count a failed upload; return whether there are too many in a row."""
-        self.refusals[uploader] += 1
-        return self.refusals[uploader] >= _MAX_REFUSALS
+        self.failed_uploads[uploader] += 1
+        return self.failed_uploads[uploader] >= _MAX_FAILED_UPLOADS
 
-    def clear_refusals(self, uploader: str) -> None:
+    def clear_failed_uploads(self, uploader: str) -> None:
         """Forget the failed uploads of a node, which has uploaded a piece."""
-        self.refusals.pop(uploader, None)
+        self.failed_uploads.pop(uploader, None)
 
     @property
     def avoids_any(self) -> bool:
         """True if the node may avoid an uploader."""
-        return bool(self.excluded or self.refusals)
+        return bool(self.excluded or self.failed_uploads)
 
     def avoids(self, uploader: str) -> bool:
         """Tell whether the node no longer fetches from an uploader."""
-        return uploader in self.excluded or self.refusals.get(uploader, 0) >= _MAX_REFUSALS
+        return (
+            uploader in self.excluded or self.failed_uploads.get(uploader, 0) >= _MAX_FAILED_UPLOADS
+        )
 
     def avoids_all(self, names: Collection[str]) -> bool:
         """Tell whether the node avoids all of these nodes; true if there are none."""

@@ -19,36 +19,38 @@ class UploaderRanking:
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes
-        self._least_fetch = 0.0  # the lowest `NodePace.fetch_pace`
+        self._least_fetch = 0.0  # the lowest `NodeRates.fetch_seconds_per_byte`
         self._paths: dict[tuple[str, str], Durations] = {}  # by zone of the uploader, and node
 
     def note_fetch(self, uploader: NodeState, node: NodeState, size: int, seconds: float) -> None:
         """Update the rates of a path with a completed transfer."""
         self._find_path(uploader, node).note(size, seconds)
-        pace = seconds / max(size, 1)
-        before = node.pace.fetch_pace
-        node.pace.fetch_pace = 0.7 * before + 0.3 * pace if before else pace
-        if not self._least_fetch or node.pace.fetch_pace <= self._least_fetch:
-            self._least_fetch = node.pace.fetch_pace
+        seconds_per_byte = seconds / max(size, 1)
+        before = node.rates.fetch_seconds_per_byte
+        node.rates.fetch_seconds_per_byte = (
+            0.7 * before + 0.3 * seconds_per_byte if before else seconds_per_byte
+        )
+        if not self._least_fetch or node.rates.fetch_seconds_per_byte <= self._least_fetch:
+            self._least_fetch = node.rates.fetch_seconds_per_byte
         elif before == self._least_fetch:
             self.update()
         if uploader.zone == node.zone:
-            uploader.pace.is_slow = False
+            uploader.rates.is_slow = False
         rate = size / seconds
-        given = uploader.pace.rates.get(node.zone)
-        uploader.pace.rates[node.zone] = 0.8 * given + 0.2 * rate if given else rate
+        given = uploader.rates.upload_rates.get(node.zone)
+        uploader.rates.upload_rates[node.zone] = 0.8 * given + 0.2 * rate if given else rate
 
-    def note_refusal(self, uploader: NodeState, node: NodeState) -> None:
+    def note_failed_upload(self, uploader: NodeState, node: NodeState) -> None:
         """Note a failed or late upload to a node: halve the known rate."""
-        uploader.pace.rates[node.zone] = self.get_rate(uploader, node) / 2
+        uploader.rates.upload_rates[node.zone] = self.get_rate(uploader, node) / 2
 
     def get_rate(self, uploader: NodeState, node: NodeState) -> float:
         """Return the rate of an uploader to the zone of a node, in bytes a second; 0 if unknown."""
-        return uploader.pace.rates.get(node.zone, 0.0)
+        return uploader.rates.upload_rates.get(node.zone, 0.0)
 
     def is_slow_fetcher(self, node: NodeState) -> bool:
         """Tell whether a node receives far more slowly from other nodes than the fastest node."""
-        return node.pace.fetch_pace > _SLOW_FETCHER * self._least_fetch > 0.0
+        return node.rates.fetch_seconds_per_byte > _SLOW_FETCHER * self._least_fetch > 0.0
 
     def knows_path(self, uploader: NodeState, node: NodeState) -> bool:
         """Tell whether enough transfers have ended on a path for a comparison."""
@@ -67,8 +69,8 @@ class UploaderRanking:
 
     def update(self) -> None:
         """Find the fastest node again, after a node was removed or has become slower."""
-        paces = [n.pace.fetch_pace for n in self._nodes.iterate_living() if n.pace.fetch_pace]
-        self._least_fetch = min(paces, default=0.0)
+        known = (node.rates.fetch_seconds_per_byte for node in self._nodes.iterate_living())
+        self._least_fetch = min(filter(None, known), default=0.0)
 
     def _find_path(self, uploader: NodeState, node: NodeState) -> Durations:
         """Return the durations of the transfers from a zone to a node."""

@@ -74,7 +74,11 @@ class Swarm:
         if self.fails(order) or (order.source != STORE and order.source not in self.has):
             self.give(self.tracker.fail_transfer(order.node, order.piece, order.source, self.now))
         elif order.piece in self.has[order.node]:
-            self.give(self.tracker.cancel_transfer(order.node, order.piece, order.source, self.now))
+            self.give(
+                self.tracker.note_redundant_transfer(
+                    order.node, order.piece, order.source, self.now
+                )
+            )
         else:
             self.has[order.node].add(order.piece)
             self.give_up_others(order)
@@ -223,7 +227,7 @@ def test_what_nobody_lacks_any_more_hides_nothing_that_is_still_to_be_read():
 
 def list_slow(tracker: Tracker) -> list[str]:
     """Return the nodes whose uploads within their own zone are late."""
-    return [node.id for node in tracker._nodes if node.pace.is_slow]
+    return [node.id for node in tracker._nodes if node.rates.is_slow]
 
 
 def spoil(swarm: Swarm, wrong: Callable[[PieceOrder], bool]) -> Counter[str]:

@@ -11,6 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from millrace.digest import make_local_etag
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.messages import FetchPiece, encode_message
@@ -37,7 +38,7 @@ def agent(tmp_path: Path) -> Iterator[Endpoint]:
     source.write_bytes(CONTENT)
     file = File("a", len(CONTENT), make_local_etag(source.stat()), source.as_uri(), "")
     catalogue = build_catalogue([file], len(CONTENT))
-    limits = {"bytes": 10, "members": 1}
+    limits = UnpackLimits(bytes=10, members=1)
     spec = RunSpec(catalogue, [str(source)], RUN_KEY, CacheCheck.FULL, 4, None, limits)
     started = start_agent("n", tmp_path / "n", code=FEW_FILES)
     try:

@@ -72,7 +72,7 @@ def test_a_server_that_does_not_answer_holds_up_nothing(
             for number in range(1000):
                 live(commit(number))
             through.set()
-        return float(sum(live.pace.values()))
+        return float(sum(live.bytes_by_second.values()))
 
     assert goes_on() == sum(range(1000))
 

@@ -139,7 +139,7 @@ class Network:
     def _land(self, order: PieceOrder) -> None:
         name, number, source = order.node, order.piece, order.source
         if number in self._has[name]:
-            self._give(self.tracker.cancel_transfer(name, number, source, self.now))
+            self._give(self.tracker.note_redundant_transfer(name, number, source, self.now))
             return
         self._has[name].add(number)
         if len(self._has[name]) == self.pieces:

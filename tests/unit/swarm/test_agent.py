@@ -9,6 +9,7 @@ import pytest
 
 from millrace.errors import ConfigurationError, StoppedError
 from millrace.swarm import agent as agents
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.assembly import leftovers
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
@@ -77,7 +78,9 @@ def make_checks(root: Path) -> bytes:
     files = [File(name, 1, "e", f"s3://b/{name}") for name in "ab"]
     for file in files:
         (root / file.path).write_bytes(b"x")
-    spec = RunSpec(build_catalogue(files), ["url"] * 2, b"key", CacheCheck.FULL, 1, None, {})
+    spec = RunSpec(
+        build_catalogue(files), ["url"] * 2, b"key", CacheCheck.FULL, 1, None, UnpackLimits()
+    )
     return b"".join(encode_start_body({}, spec.encode()))
 
 

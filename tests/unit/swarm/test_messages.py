@@ -6,6 +6,7 @@ import pytest
 
 from millrace.errors import ConfigurationError
 from millrace.swarm import messages, protocol
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.driving import run_setup
@@ -124,7 +125,7 @@ def make_body() -> bytes:
 
 def test_more_files_than_an_agent_accepts_in_a_request_are_refused_before_the_run(monkeypatch):
     catalogue = build_catalogue([File(f"{n}", 1, "e", f"s3://b/{n}") for n in range(100)])
-    spec = RunSpec(catalogue, ["url"] * 100, b"key", CacheCheck.SAMPLED, 1, None, {})
+    spec = RunSpec(catalogue, ["url"] * 100, b"key", CacheCheck.SAMPLED, 1, None, UnpackLimits())
     assert encode_run_spec(spec) == spec.encode()
     longest = len(spec.encode()) - 1
     monkeypatch.setattr(run_setup, "MAX_BODY_SIZE", longest + run_setup._ADDRESSES_SIZE)

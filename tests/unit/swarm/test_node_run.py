@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import Catalogue, File, build_catalogue
 from millrace.swarm.messages import DropPiece, encode_message
@@ -21,7 +22,7 @@ BODY = b"weights" * 1000
 
 def make_run(root: Path, *files: File) -> tuple[NodeRun, Catalogue]:
     catalogue = build_catalogue(files, MIB)
-    limits = {"bytes": 1 << 30, "members": 100}
+    limits = UnpackLimits(bytes=1 << 30, members=100)
     sources = ["file:///unused"] * len(files)
     spec = RunSpec(catalogue, sources, b"key", CacheCheck.FULL, 1, None, limits)
     run = NodeRun("run", root, spec, {})

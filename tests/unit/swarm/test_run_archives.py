@@ -13,6 +13,7 @@ import pytest
 
 from millrace.errors import ArchiveError, ConfigurationError, StoppedError
 from millrace.swarm.archives import run_archives
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.archives.run_archives import ArchiveUnpacker
 from millrace.swarm.assembler import Assembler
 from millrace.swarm.catalogue import File, build_catalogue
@@ -59,7 +60,7 @@ class Node:
             on_mismatch=lambda *_: self.mismatched.set(),
             on_fault=self.faults.append,
         )
-        limits = {"bytes": 1 << 40, "members": 1000}
+        limits = UnpackLimits(bytes=1 << 40, members=1000)
         self.unpacker = ArchiveUnpacker(root, self.catalogue, self.assembler, limits)
         self.assembler.open()
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.cache_index import CacheCheck
 from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.protocol import VERSION, Endpoint
@@ -16,7 +17,7 @@ SPEC = RunSpec(
     check=CacheCheck.FULL,
     slots=20,
     ca=None,
-    unpacked={"bytes": 10, "members": 2},
+    unpack_limits=UnpackLimits(bytes=10, members=2),
     mirrors={0: ["https://c/a?signature"]},
 )
 AGENTS = {"node-b": Endpoint("https", "10.0.0.2", 7000, "node-b", "f" * 64)}

@@ -103,7 +103,7 @@ class Votes:
         name, piece, source = order.node, order.piece, order.source
         tell, tracker = self.outbox[name].append, self.tracker
         if piece in self.has[name]:
-            tell(lambda: tracker.cancel_transfer(name, piece, source, self.now))
+            tell(lambda: tracker.note_redundant_transfer(name, piece, source, self.now))
             return
         if source == STORE:
             lied = self.rng.random() < self.lies.get(name, 0.0)
@@ -369,7 +369,7 @@ def test_a_read_that_a_node_says_it_needs_no_more_is_made_by_another(needs):
     swarm = forging(needs, {})
     tracker = swarm.tracker
     swarm.answer = lambda order: (
-        tracker.cancel_transfer("liar", order.piece, order.source, swarm.now)
+        tracker.note_redundant_transfer("liar", order.piece, order.source, swarm.now)
         if order.node == "liar"
         else None
     )
@@ -390,7 +390,7 @@ def test_a_node_that_has_everything_and_gives_nothing_holds_nobody_up(needs):
 
 @pytest.mark.parametrize("needs", [1, 2])
 @pytest.mark.parametrize("liars", [1, 2])
-@pytest.mark.parametrize("method", [Tracker.fail_transfer, Tracker.cancel_transfer])
+@pytest.mark.parametrize("method", [Tracker.fail_transfer, Tracker.note_redundant_transfer])
 def test_nodes_that_end_each_transfer_at_once_keep_no_piece_from_others(method, liars, needs):
     tracker = Tracker([100] * 40, votes_needed=[needs] * 40)
     has = {name: set[int]() for name in ("a", "b")}
@@ -466,7 +466,7 @@ def test_what_a_node_that_is_not_trusted_was_to_read_and_got_elsewhere_is_read_b
         tracker.settle_piece(piece, f"d{piece}", 1.0)
     assert tracker.untrusted_nodes == ["liar"]
     tracker.complete_transfer("liar", 0, "a", "d0", 2.0)
-    orders = tracker.cancel_transfer("liar", 0, STORE, 2.0)
+    orders = tracker.note_redundant_transfer("liar", 0, STORE, 2.0)
     assert PieceOrder("b", 0, STORE) in orders
 
 

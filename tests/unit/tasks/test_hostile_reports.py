@@ -19,7 +19,7 @@ from millrace.progress_bar import BytesBar
 from millrace.swarm.progress_events import NodeLost
 from millrace.terminal import echo, echo_text, make_console, make_table
 from tasks import reports
-from tasks.plot import draw_line, draw_pace, draw_windows
+from tasks.plot import draw_line, draw_rate, draw_windows
 from tests.unit.tasks import hostile
 
 REPORTS = [
@@ -178,7 +178,7 @@ def test_a_picture_of_others_is_refused(uri: str) -> None:
 @pytest.mark.parametrize("text", hostile.TEXTS)
 def test_a_plot_shows_hostile_text_as_text(text: str) -> None:
     for uri in (
-        draw_pace({0: 5}, 1.0, text),
+        draw_rate({0: 5}, 1.0, text),
         draw_line({0: 1.0, 1: 2.0}, text, text),
         draw_windows({1: 2}, {1: [1.0]}, text),
     ):

@@ -7,13 +7,15 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tasks.plot import draw_line, draw_pace, draw_windows
+from tasks.plot import draw_line, draw_rate, draw_windows
 
 BAR = "#2563eb"
 
 
-def drawn(pace: dict[int, int], seconds: float) -> ET.Element:
-    return ET.fromstring(base64.b64decode(draw_pace(pace, seconds, "a & b").partition(",")[2]))
+def drawn(bytes_by_second: dict[int, int], seconds: float) -> ET.Element:
+    return ET.fromstring(
+        base64.b64decode(draw_rate(bytes_by_second, seconds, "a & b").partition(",")[2])
+    )
 
 
 def bars(svg: ET.Element) -> list[float]:
@@ -33,8 +35,8 @@ def test_the_bars_are_the_bytes_of_each_second() -> None:
 
 @pytest.mark.parametrize("seconds", [0.2, 59.0, 61.0, 3600.0, 123_456.0])
 def test_however_long_a_run_is_the_picture_stays_legible(seconds: float) -> None:
-    pace = dict.fromkeys(range(int(seconds) + 1), 1000000)
-    heights = bars(drawn(pace, seconds))
+    bytes_by_second = dict.fromkeys(range(int(seconds) + 1), 1000000)
+    heights = bars(drawn(bytes_by_second, seconds))
     assert 1 <= len(heights) <= 60
     assert max(heights) <= 160
 

@@ -21,10 +21,12 @@ from millrace.gradients.progress_events import (
     QuotaExceeded,
     WindowMerged,
 )
+from millrace.rentals.progress_events import MachineReady, MachineReleased, RentalCostUpdated
 from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.rental import ReleaseReason
 from millrace.swarm.progress_events import NodeLost, PrewarmProgressed
 from tasks import progress as module
-from tasks.progress import ShardProgress, SwarmProgress, WindowProgress
+from tasks.progress import RentalProgress, ShardProgress, SwarmProgress, WindowProgress
 
 PLAN = PlanCommitted(key="words/plan.json", partitions=4, files=2, size=4000)
 
@@ -70,7 +72,7 @@ def test_it_counts_partitions_and_parts_of_open_ones(counting: ShardProgress) ->
     assert counting.sentence.startswith(
         "1 of 4 partitions ended; this run has made 1 shard, 1.0 kB"
     )
-    assert sum(counting.pace.values()) == 1_000
+    assert sum(counting.bytes_by_second.values()) == 1_000
 
 
 def test_a_resumed_run_begins_where_the_last_one_was(counting: ShardProgress) -> None:
@@ -101,7 +103,24 @@ def test_a_swarm_is_as_far_as_its_bytes() -> None:
     assert counting.percent == 75
     assert counting.sentence.startswith("1 of 2 nodes ready; 3.0 MB of 4.0 MB there, at ")
     assert counting.sentence.endswith(" to go.")
-    assert sum(counting.pace.values()) == 2_000_000  # what was there before took no time
+    assert sum(counting.bytes_by_second.values()) == 2_000_000  # what was there before took no time
+
+
+def test_a_rental_is_as_far_as_the_machines_that_it_needs() -> None:
+    with disable_run_logger():
+        counting = RentalProgress("progress-machines", 8)
+    counting(RentalCostUpdated(rental="fleet", machines=3, dollars=0.5))
+    for slot in range(3):
+        counting(MachineReady(machine=f"fleet/{slot}", instance=slot))
+    assert (counting.percent, counting.sentence) == (100, "3 of 3 machines run, $0.50.")
+    done = MachineReleased(
+        machine="fleet/1", reason=ReleaseReason.DONE, message="it ended", dollars=0.1
+    )
+    counting(done)
+    assert (counting.percent, counting.sentence) == (100, "2 of 3 machines run, 1 done, $0.50.")
+    counting(replace(done, machine="fleet/2", reason=ReleaseReason.DEAD))
+    assert counting.percent == pytest.approx(100 * 2 / 3)
+    assert counting.sentence == "1 of 3 machines run, 1 done, $0.50."
 
 
 def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
@@ -122,7 +141,7 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
     assert counting.sentence == (
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
     )
-    assert sum(counting.pace.values()) == 1000
+    assert sum(counting.bytes_by_second.values()) == 1000
 
 
 def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_much(

@@ -1,5 +1,6 @@
 """Machines of a rental, as tasks find them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ from pydantic import SecretStr
 
 from blocks import VastCredentials
 from millrace.rentals import Instance, MachineStatus, VastAccount, derive_node_key
+from millrace.schemas.rental import DetachRecord
 from tasks import renting
-from tests.support.rentals.parts import make_attempt
+from tests.support.rentals.parts import HOUR, START, make_attempt
 
 
 def make_status(number: int, slot: int) -> MachineStatus:
@@ -35,3 +37,14 @@ def test_a_lost_machine_that_is_still_listed_is_no_host_beside_the_one_in_its_pl
     ]
     account = VastAccount(api_key=SecretStr("the key"))
     assert hosts[0].key == derive_node_key(account, "fleet", 3)
+
+
+def test_a_detached_machine_is_listed_with_the_time_at_which_its_money_is_spent() -> None:
+    owned = make_status(1, 0)
+    record = DetachRecord(since=START, deadline=START + 2 * HOUR)
+    attempt = replace(owned.attempt, is_detached=True, detach_record=record)
+    rows = [renting._make_row(one) for one in (owned, replace(owned, attempt=attempt))]
+    assert [row[3:5] for row in rows] == [
+        ("01 Jan 00:00", "01 Jan 10:00"),
+        ("01 Jan 00:00", "01 Jan 02:00"),
+    ]

@@ -47,7 +47,7 @@ class Run:
     ) -> None:
         tracker = Tracker([SIZE] * pieces, votes_needed=[needs] * pieces, known_digests=known)
         self.disputed: list[int] = []
-        self.state = RunState(tracker, [SIZE] * pieces, self.disputed.append)
+        self.state = RunState(tracker, self.disputed.append)
         self.state.news.acquire()  # as whoever calls its methods does
         for name in names:
             self.join(name)

@@ -343,7 +343,7 @@ def test_a_lost_member_counts_with_nothing_and_gets_no_orders():
     state.dispatch(state.tracker.begin(0.0))
     assert [order.piece for order in run.take_orders("a") if order] == [0]
     state.dispatch(state.tracker.complete_transfer("id-a", 0, "", "x", 1.0))
-    state.held = SIZE
+    assert state.held == SIZE
     state.lose(run["a"], "broken")
     state.lose(run["a"], "again")
     assert run["a"].lost_reason == "broken"

@@ -35,7 +35,7 @@ def make_network(mbits: list[float], *, link_mbit: float = 0.0) -> Network:
 )
 def test_a_slow_node_whose_pieces_arrive_is_followed_until_it_is_ready(mbits, link_mbit):
     network = make_network(mbits, link_mbit=link_mbit)
-    state = RunState(network.tracker, [SIZE] * PIECES, lambda _: None)
+    state = RunState(network.tracker, lambda _: None)
     for name in network.zones:
         member = make_member(name.removeprefix("id-"))
         member.joined = True

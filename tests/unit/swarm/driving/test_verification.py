@@ -213,6 +213,18 @@ def make_handler(run: Run) -> EventHandler:
     return EventHandler(run.state, pieces, files, file_count=2, began=0.0)
 
 
+def test_a_piece_of_another_digest_than_ordered_is_not_counted():
+    run = Run("ab", known={0: RIGHT})
+    handler, state = make_handler(run), run.state
+    state.dispatch(state.tracker.begin(0.0))
+    handler.handle(run["a"], PieceWritten(0, "", "other", SIZE))
+    assert run["a"].is_lost
+    assert state.held == 0
+    recorder = ProgressRecorder(2 * SIZE, began=0.0)
+    assert recorder.record(state, 1.0).present == 0
+    assert recorder.curve == [(1.0, 0)]
+
+
 def test_what_a_node_says_is_counted_until_it_is_lost():
     run = Run("ab")
     handler, state = make_handler(run), run.state

@@ -65,7 +65,7 @@ class Parts:
 def test_a_read_of_a_node_is_a_copy_that_others_may_fetch():
     parts = Parts()
     assert list(parts.copies[0].holders) == ["a"]
-    assert parts.nodes["a"].pace.read_pace == pytest.approx(1 / SIZE)
+    assert parts.nodes["a"].rates.read_seconds_per_byte == pytest.approx(1 / SIZE)
     assert list(parts.nodes["b"].queues.fetches) == [0]
 
 
@@ -73,7 +73,7 @@ def test_a_fetched_copy_is_a_further_holder_and_its_path_has_a_rate():
     parts = Parts()
     assert parts.outcomes.complete(parts.begin_fetch("b"), 0, "a", "x", 3.0)
     assert list(parts.copies[0].holders) == ["a", "b"]
-    assert parts.nodes["a"].pace.rates == {"": SIZE / 2.0}
+    assert parts.nodes["a"].rates.upload_rates == {"": SIZE / 2.0}
 
 
 def test_a_node_that_reports_another_digest_than_was_ordered_is_faulty():
@@ -110,12 +110,12 @@ def test_an_uploader_that_fails_eight_times_in_a_row_is_slow_and_the_piece_is_re
     parts = Parts()
     for failures in range(1, 9):
         assert parts.outcomes.fail(parts.begin_fetch("b"), 0, "a", 2.0, wrong=False)
-        assert parts.nodes["a"].pace.is_slow is (failures == 8)
+        assert parts.nodes["a"].rates.is_slow is (failures == 8)
     assert parts.read_queue.has_unread
 
 
 def test_a_redundant_transfer_of_a_node_without_the_piece_is_queued_again():
     parts = Parts()
-    parts.outcomes.cancel(parts.begin_fetch("b"), 0, "a", 2.0)
+    parts.outcomes.note_redundant(parts.begin_fetch("b"), 0, "a", 2.0)
     assert list(parts.nodes["b"].queues.fetches) == [0]
     assert parts.nodes["a"].transfers.uploads == 0

@@ -35,9 +35,9 @@ def test_a_node_loses_its_vote_with_the_second_wrong_one_and_is_given_up_with_th
 
 def test_an_uploader_that_refuses_again_and_again_is_avoided_until_it_gives():
     trust = NodeTrust()
-    assert [trust.count_refusal("g") for _ in range(8)] == [False] * 7 + [True]
+    assert [trust.count_failed_upload("g") for _ in range(8)] == [False] * 7 + [True]
     assert trust.avoids("g")
-    trust.clear_refusals("g")
+    trust.clear_failed_uploads("g")
     assert not trust.avoids("g")
     trust.excluded.add("g")
     assert trust.avoids("g")

@@ -86,11 +86,11 @@ def test_an_uploader_that_is_late_within_its_zone_is_slow_until_it_gives_there()
     a, b, c = (parts.nodes[name] for name in "abc")
     parts.copies.mark_slow(a)
     parts.uploaders.note_fetch(a, c, SIZE, 1.0)
-    assert a.pace.is_slow
+    assert a.rates.is_slow
     parts.uploaders.note_fetch(a, b, SIZE, 2.0)
-    assert not a.pace.is_slow
+    assert not a.rates.is_slow
     assert parts.uploaders.get_rate(a, b) == SIZE / 2.0
-    parts.uploaders.note_refusal(a, b)
+    parts.uploaders.note_failed_upload(a, b)
     assert parts.uploaders.get_rate(a, b) == SIZE / 4.0
 
 
