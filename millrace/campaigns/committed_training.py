@@ -29,7 +29,7 @@ _FIELD_NAMES = {
 
 
 class CommittedWeights(RecordPart):
-    """Weights that a training begins with, as its plan names them.
+    """Initial weights in the record of a training, without the credentials of their store.
 
     Attributes:
         url: URL of their store; empty for the campaign's store.

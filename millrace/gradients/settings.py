@@ -279,7 +279,7 @@ class RunSettings(RunOptions):
 
 
 class WeightsSource(BaseModel):
-    """Settings that name a checkpoint's weights."""
+    """Weights in a checkpoint: its job, its step, and their names, without the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -296,7 +296,7 @@ class WeightsSource(BaseModel):
 
 
 class InitialWeights(WeightsSource, StoreSettings):
-    """Checkpoint with the weights that a run begins with, and the store that holds it."""
+    """Initial weights in a settings file: a checkpoint, with the settings of its store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -321,7 +321,7 @@ class InitialWeights(WeightsSource, StoreSettings):
 
 
 class AggregationOptions(BaseModel):
-    """Options of an aggregator: when an idle run ends, and which checkpoints are kept."""
+    """Options of an aggregator: when it ends without gradients, and which checkpoints it keeps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -329,7 +329,8 @@ class AggregationOptions(BaseModel):
         title="Idle windows before the end",
         default=3,
         ge=1,
-        description="Number of consecutive windows without a gradient after which the run is over.",
+        description="Number of consecutive windows without a gradient after which the aggregator "
+        "ends, or the campaign that it works for. A later start continues the run.",
     )
     every: int = Field(
         title="Windows between checkpoints",

@@ -195,7 +195,11 @@ def _open(
     roster: dict[str, RosterEntry],
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
-    """Open a window, and return its record. An open window keeps its options and its roster."""
+    """Open a window; return its record, and the window to gather.
+
+    A window that is open already keeps its options and its roster. If its time is over, no
+    aggregator was running, and its time begins again.
+    """
     keys = settings.chain_keys
     ours = WindowOpening(
         run=settings.name,
@@ -209,7 +213,7 @@ def _open(
     began = head(store, keys.make_link_key(window - 1)).last_modified
     opened = head(store, keys.make_opening_key(window)).last_modified
     now = clock.now()
-    over = opened + opening.window_length <= now  # no aggregator was running: the time begins again
+    over = opened + opening.window_length <= now
     return opening, GatherWindow(
         keys=settings.gradient_keys,
         number=window,
