@@ -57,8 +57,8 @@ class ChainStart(Record):
     state: str
 
 
-class MergedWorker(RecordPart):
-    """Worker whose gradient was merged.
+class TakenGradient(RecordPart):
+    """Gradient that was taken. With a share of 0, the rule has left it out.
 
     Attributes:
         scale: Factor of the gradient before the rule, which clips its norm.
@@ -136,7 +136,7 @@ class ChainLink(Record):
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
         scores: Digest of the scores by which the merge weighs workers; empty without scores.
-        taken: Workers whose gradients were taken. The rule has left out those with a share of 0.
+        taken: Gradients that were taken, by the workers' names.
         excluded: Excluded workers with the reasons.
         seconds: Duration of the gathering.
         previous: Digest of the link before.
@@ -157,7 +157,7 @@ class ChainLink(Record):
     outer: OuterOptimizer
     merge: MergeSettings
     scores: str
-    taken: dict[str, MergedWorker]
+    taken: dict[str, TakenGradient]
     excluded: dict[str, ExcludedWorker]
     seconds: float
     previous: str

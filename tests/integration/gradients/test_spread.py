@@ -45,7 +45,7 @@ from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.merging.merge import group_tensors
-from millrace.schemas.chain import MergedWorker
+from millrace.schemas.chain import TakenGradient
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.ray_cluster import RayCluster
 from tests.unit.gradients.test_codec import drawn
@@ -135,7 +135,7 @@ def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
     return {key: read(store, key) for key in found}
 
 
-def drop_times(link: ChainLink) -> dict[str, MergedWorker]:
+def drop_times(link: ChainLink) -> dict[str, TakenGradient]:
     """Return the merged workers of a link without the times of their uploads."""
     return {uid: one.model_copy(update={"written": None}) for uid, one in link.taken.items()}
 
