@@ -345,8 +345,7 @@ class AggregationOptions(BaseModel):
         description="Number of newest checkpoints to keep, besides the one that the run begins "
         "with.",
     )
-    lease: Duration = Field(
-        title="Lease timeout",
+    lease_timeout: Duration = Field(
         default=timedelta(minutes=1),
         ge=MIN_TTL,
         le=MAX_TTL,

@@ -63,8 +63,8 @@ def aggregate_run(
     workers = [make_sender(uid) for uid in settings.workers]
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(Heartbeat(settings.lease))
-        lease = acquire_run_lease(store, keys, settings.lease)
+        heartbeat = stack.enter_context(Heartbeat(settings.lease_timeout))
+        lease = acquire_run_lease(store, keys, settings.lease_timeout)
         heartbeat.keep(lease)
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
