@@ -192,13 +192,13 @@ class RunOptions(WindowOptions):
         default=Codec(),
         description="Settings of the compression of gradients.",
     )
-    decay: float = Field(
-        title="Decay of the error feedback",
+    residual_factor: float = Field(
+        title="Factor of the residuals",
         default=1.0,
         ge=0,
         le=1,
-        description="Factor of the error feedback (the values that a worker has not sent) from "
-        "one window to the next.",
+        description="Factor of the residuals (the values that a worker has not sent) from one "
+        "window to the next: 1 keeps all of them, 0 drops them.",
     )
     outer: OuterOptimizer = Field(
         title="Outer optimizer",
