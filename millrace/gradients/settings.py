@@ -43,13 +43,14 @@ class GatherSettings(BaseModel):
         description="Least number of gradients at the deadline. With fewer, none is merged. 0 "
         "allows an empty window.",
     )
-    hedge: float = Field(
+    reserves_after: float = Field(
         title="Share before reserves",
         default=0.5,
         ge=0,
         le=1,
-        description="Share of the window after which reserves are read, too. They are read "
-        "earlier if all other workers have sent.",
+        description="Share of the window after which reserves are read, too, and workers that "
+        "warm up are no longer waited for. Reserves are read earlier if all other workers have "
+        "sent.",
     )
     poll_interval: Duration = Field(
         default=timedelta(seconds=2),
@@ -172,7 +173,7 @@ class WindowOpening(Record, WindowOptions):
     """
 
     record_kind: ClassVar[str] = "window-opening"
-    record_version: ClassVar[int] = 3  # with `roster`
+    record_version: ClassVar[int] = 4  # with `reserves_after`
 
     run: str
     number: int
