@@ -145,7 +145,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 6  # with scores
+    record_version: ClassVar[int] = 7  # with `iterations`
 
     run: str
     window: JsonInt

@@ -66,19 +66,20 @@ class MergeRequest:
     factors: WorkerFactors
 
 
-def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
+def group_tensors(shapes: Shapes, weights_per_object: int) -> list[tuple[str, ...]]:
     """Group tensors whose merged gradients are one object, in the order of their names.
 
     Args:
         shapes: Shapes of the tensors by their names.
-        values: Largest number of values of an object. Only a single larger tensor exceeds it.
+        weights_per_object: Largest number of weights of an object. Only a single larger tensor
+            exceeds it.
     """
     found: list[tuple[str, ...]] = []
     now: list[str] = []
     size = 0
     for name in sorted(shapes):
         each = prod(shapes[name])
-        if now and size + each > values:
+        if now and size + each > weights_per_object:
             found.append(tuple(now))
             now, size = [], 0
         now.append(name)
@@ -458,7 +459,7 @@ def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
     apart = np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0))
     weights = np.zeros(worker_count)
     weights[np.argmin(np.median(apart, axis=1))] = 1.0
-    for _ in range(settings.steps):
+    for _ in range(settings.iterations):
         # The sums are exact, since those of a library depend on the machine.
         cross = np.array([fsum(row * weights) for row in gram])
         far = np.sqrt(np.maximum(squares - 2 * cross + fsum(weights * cross), 0.0))

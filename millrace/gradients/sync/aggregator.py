@@ -127,7 +127,10 @@ def _choose_allocation(
     reads = run.gather.concurrency + len(settings.workers) + len(settings.reserves)
     reads += run.registration.most if run.registration else 0
     return allocate_on_ray(
-        settings.ray, values=run.merge.values, reads=reads, threads=settings.threads
+        settings.ray,
+        weights_per_object=run.merge.weights_per_object,
+        reads=reads,
+        threads=settings.threads,
     )
 
 
