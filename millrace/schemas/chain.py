@@ -62,7 +62,7 @@ class TakenGradient(RecordPart):
 
     Attributes:
         scale: Factor of the gradient before the rule, which clips its norm.
-        weight: Weight of the gradient in the sum, with its scale.
+        sum_factor: Factor of the gradient in the sum, with its scale.
         share: Share of the worker in the average of a buffer. With 0, no update has the gradient.
         norm: L2 norm of the gradient.
         digest: Digest of the gradient's header, which has the digest of its values.
@@ -73,7 +73,7 @@ class TakenGradient(RecordPart):
     """
 
     scale: float = Field(ge=0, le=1)
-    weight: float = Field(ge=0, le=2)  # at most 1, but for rounding
+    sum_factor: float = Field(ge=0, le=2)  # at most 1, but for rounding
     share: float = Field(ge=0, le=1)
     norm: float
     digest: OwnDigest
@@ -145,7 +145,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 7  # with `iterations`
+    record_version: ClassVar[int] = 7  # with `sum_factor`
 
     run: str
     window: JsonInt

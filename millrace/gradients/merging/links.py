@@ -242,7 +242,7 @@ def make_merge_request(link: ChainLink) -> MergeRequest:
     factors = WorkerFactors(
         tuple(taken),
         np.array([one.scale for one in its], np.float64),
-        np.array([one.weight for one in its], np.float64),
+        np.array([one.sum_factor for one in its], np.float64),
         np.array([one.share for one in its], np.float64),
     )
     return MergeRequest(link.codec, link.merge, factors.select_used())

@@ -176,13 +176,13 @@ def _list_taken_gradients(
     worker_factors: WorkerFactors | None,
     written: Mapping[str, datetime],
 ) -> dict[str, TakenGradient]:
-    """Return the taken gradients by the workers' names."""
+    """Return the taken gradients with their factors, by the workers' names."""
     if worker_factors is None:
         return {}
     return {
         uid: TakenGradient(
             scale=float(worker_factors.scales[number]),
-            weight=float(worker_factors.in_sum[number]),
+            sum_factor=float(worker_factors.sum_factors[number]),
             share=float(worker_factors.shares[number]),
             norm=gradients[uid].norm,
             digest=gradients[uid].digest,

@@ -79,7 +79,7 @@ class Aggregator:
         self.newest += 1
         worker = TakenGradient(
             scale=1,
-            weight=1,
+            sum_factor=1,
             share=1,
             norm=1,
             digest=compute_digest(b""),

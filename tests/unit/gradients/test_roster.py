@@ -16,7 +16,7 @@ from millrace.schemas.registration import Registration, RosterEntry, RosterStatu
 START = ChainStart(run="runs/one", job="trained", step=0, root="root", state="state")
 SETTINGS = RegistrationSettings(warm_up=2, missed=3, most=4)
 MERGED = TakenGradient(
-    scale=1, weight=1, share=1, norm=1, digest=f"blake3:{'0' * 64}", size=1, tokens=0,
+    scale=1, sum_factor=1, share=1, norm=1, digest=f"blake3:{'0' * 64}", size=1, tokens=0,
     written=datetime(2026, 1, 1, tzinfo=UTC),
 )  # fmt: skip
 Roster = dict[str, RosterEntry]

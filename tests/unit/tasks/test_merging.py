@@ -30,7 +30,7 @@ def link(
     taken = {
         uid: TakenGradient(
             scale=1,
-            weight=0.5,
+            sum_factor=0.5,
             share=0.5,
             norm=norm,
             digest=DIGEST,
