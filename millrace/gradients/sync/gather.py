@@ -15,7 +15,6 @@ from datetime import datetime
 
 from millrace import errors
 from millrace.gradients.gather_window import GatherWindow, Sender, WaitLimit
-from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherOutcome, GatherResults, QuorumError
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
@@ -23,6 +22,7 @@ from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.window import GatherSettings
 
 _WARM_UP = ExcludedWorker(
     reason=ExclusionReason.WARM_UP, sentence="Its gradient is valid, and it warms up."

@@ -15,7 +15,7 @@ from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.gather_window import GatherWindow, Sender
 from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
@@ -26,6 +26,7 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.registration import RosterEntry
+from millrace.schemas.window import GatherSettings, WindowOpening
 from millrace.storage import Store, head
 
 
