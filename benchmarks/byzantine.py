@@ -170,14 +170,16 @@ def train(merge: MergeSettings, windows: int, faulty: int = 0, attack: str = "")
     settings = RunSettings(
         run="run",
         codec=CODEC,
-        decay=0.95,
+        residual_factor=0.95,
         merge=merge,
         gather=GatherSettings(poll_interval=timedelta(milliseconds=5)),
         steps=STEPS,
     )
     state = select_weights(training.initial)
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    feedbacks = [ErrorFeedback(CODEC, decay=settings.decay) for _ in range(WORKERS)]
+    feedbacks = [
+        ErrorFeedback(CODEC, residual_factor=settings.residual_factor) for _ in range(WORKERS)
+    ]
     previous: list[deque[Change]] = [deque(maxlen=10) for _ in range(WORKERS)]
     encoder = GradientEncoder(CODEC, 1)
 

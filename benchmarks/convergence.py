@@ -8,7 +8,7 @@ a window.
 - ``dense``: the changes are averaged.
 - ``millrace``: each change is encoded, put into a store, gathered, merged, committed to a chain and
   applied from it. 112 of 4096 values are sent with two bits, with error feedback. All tensors are
-  compressed. The outer learning rate is higher, since the error feedback decays.
+  compressed. The outer learning rate is higher, since the residuals decay.
 
 Both see the same tokens. ``loss`` is the loss on held-out text at the end. ``times_smaller`` is the
 size of all whole changes divided by the size of all objects in the store.
@@ -46,7 +46,7 @@ WORKERS, ROWS, LENGTH, RATE = 8, 4, 64, 2e-3
 SETTINGS = RunSettings(
     run="run",
     codec=Codec(k=112),
-    decay=0.95,
+    residual_factor=0.95,
     outer=OuterOptimizer(kind=OuterKind.SGD, lr=1.9),
     gather=GatherSettings(quorum=WORKERS, poll_interval=timedelta(milliseconds=10)),
     steps=5,

@@ -139,7 +139,12 @@ def measure_order(samples: int) -> float:
     """Return the peak of the bytes of an order, while windows of all streams are located."""
     tracemalloc.start()
     order = EpochOrder(
-        np.full(samples // 1000, 1000), seed=0, epoch=0, streams=64, window=1000, shuffle=True
+        np.full(samples // 1000, 1000),
+        seed=0,
+        epoch=0,
+        streams=64,
+        shuffle_window=1000,
+        shuffle=True,
     )
     for window in range(0, int(order.lengths[0]) // 1000, 10):
         for stream in range(64):

@@ -14,7 +14,8 @@ from millrace.gradients.backends.ray_cluster import allocate_on_ray
 def main() -> None:
     """Merge the window that the order names."""
     folder, width, layers, address = json.loads(sys.stdin.readline())
-    with allocate_on_ray(address, values=SETTINGS.merge.values, reads=64) as allocate:
+    weights_per_object = SETTINGS.merge.weights_per_object
+    with allocate_on_ray(address, weights_per_object=weights_per_object, reads=64) as allocate:
         print(json.dumps(merge_one_window(folder, width, layers, allocate)), flush=True)
         sys.stdin.read()
 

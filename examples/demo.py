@@ -122,7 +122,7 @@ def plan_of(name: str, size: Size) -> dict[str, Any]:
             "windows_per_epoch": size.windows,
             "run": {
                 "codec": {"k": 112},
-                "decay": 0.95,
+                "residual_factor": 0.95,
                 "outer": {"lr": 1.9},
                 "steps": size.steps,
                 "window_length": "PT10M",

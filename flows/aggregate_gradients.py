@@ -31,7 +31,7 @@ class WorkerBucket(BaseModel):
 
 
 class InitialWeightsInput(InputLocation, WeightsSource):
-    """Checkpoint with the weights that a run begins with."""
+    """Initial weights in a form: a checkpoint in a Millrace Bucket block or at a URL."""
 
     def make_initial_weights(self) -> InitialWeights:
         """Return the checkpoint as the engine takes it."""
@@ -56,9 +56,9 @@ def aggregate_gradients(
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
 
-    The flow merges one window, a number of windows, or all until the run is over. After a kill or
-    a cancellation, the next run continues from the newest checkpoint that the chain names. A second
-    run at the same time does nothing.
+    The flow merges one window, a number of windows, or all windows of the training run. After a
+    kill or a cancellation, the next start of this flow continues from the newest checkpoint that
+    the chain names. A second start at the same time does nothing.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL. The chain is

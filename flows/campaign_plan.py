@@ -82,7 +82,7 @@ class RentedWorkerSettings(RentedWorkerOptions):
 
 
 class InitialWeightsSettings(WeightsSource):
-    """Checkpoint with the weights that the run begins with."""
+    """Initial weights in the plan of a campaign: by default, its bucket has the checkpoint."""
 
     bucket: BucketLocation | None = Field(
         default=None, description="Store of the checkpoint; by default the campaign's bucket."

@@ -23,7 +23,7 @@ def import_gradients(
     """Make a chain of the gradients of a Templar run, window after window.
 
     Each payload is read as data, checked, and compressed again with the codec of the run. A worker
-    with a fault is excluded with the reason. After a kill, the next run continues.
+    with a fault is excluded with the reason. After a kill, the next start of this flow continues.
 
     Args:
         templar: Gradients of the Templar run, and their windows.

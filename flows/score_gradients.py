@@ -30,7 +30,8 @@ def score_gradients(
     """Score the workers of a run by what their gradients do to the loss.
 
     Each merged window without scores is scored: on random pages, and on the pages that a worker was
-    to train on. After a kill, the next run continues. The report has the standings of the workers.
+    to train on. After a kill, the next start of this flow continues. The report has the standings
+    of the workers.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL: the bucket of

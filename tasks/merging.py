@@ -212,16 +212,16 @@ def _make_row(link: ChainLink) -> Sequence[object]:
 
 
 def _tabulate_workers(windows: Sequence[ChainLink]) -> Markdown:
-    """Tabulate how often each worker was taken, its weight, and its last exclusion."""
+    """Tabulate how often each worker was taken, its factor, and its last exclusion."""
     names = sorted({uid for link in windows for uid in (*link.taken, *link.excluded)})
-    columns = ("Worker", ">Taken", ">Mean weight", "Excluded", "Last reason")
+    columns = ("Worker", ">Taken", ">Mean factor", "Excluded", "Last reason")
     rows: list[Sequence[object]] = []
     for uid in names:
-        weights = [link.taken[uid].weight for link in windows if uid in link.taken]
+        factors = [link.taken[uid].sum_factor for link in windows if uid in link.taken]
         excluded = [link.excluded[uid] for link in windows if uid in link.excluded]
-        mean = f"{statistics.fmean(weights):.3g}" if weights else ""
+        mean = f"{statistics.fmean(factors):.3g}" if factors else ""
         why = excluded[-1].sentence if excluded else ""
-        rows.append((format_code(uid), len(weights), mean, count_reasons(excluded) or "0", why))
+        rows.append((format_code(uid), len(factors), mean, count_reasons(excluded) or "0", why))
     return format_table(columns, rows)
 
 

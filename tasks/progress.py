@@ -405,11 +405,15 @@ class WindowProgress(LiveProgress):
         return self._merged / self._windows if self._windows else 1.0
 
     def _describe(self, seconds: float) -> str:
+        workers = self._workers + self._registered
+        if workers and self._received <= workers:
+            came = f"{self._received} of {format_count(workers, 'worker')}"
+        else:  # an import, reserves, or workers that registered before this aggregator began
+            came = format_count(self._received, "gradient")
         refused = f", {self._refused} refused" if self._refused else ""
         return (
             f"{format_count(self._merged, 'window')} merged by this run, the last is "
-            f"{self._window}; to the next {self._received} of "
-            f"{format_count(self._workers, 'worker')} came{refused}."
+            f"{self._window}; to the next {came} came{refused}."
         )
 
 

@@ -29,7 +29,7 @@ _FIELD_NAMES = {
 
 
 class CommittedWeights(RecordPart):
-    """Weights that a training begins with, as its plan names them.
+    """Initial weights in the record of a training, without the credentials of their store.
 
     Attributes:
         url: URL of their store; empty for the campaign's store.
@@ -48,7 +48,7 @@ class CommittedTraining(Record):
     """Record of the settings of a campaign's training that cannot change under its name."""
 
     record_kind: ClassVar[str] = "campaign-training"
-    record_version: ClassVar[int] = 3  # with the initial weights, and the dataset's digest
+    record_version: ClassVar[int] = 4  # with `residual_factor`
 
     workers: int
     windows_per_epoch: int

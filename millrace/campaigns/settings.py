@@ -100,8 +100,8 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     )
     aggregation: AggregationOptions = Field(
         default=AggregationOptions(),
-        description="Settings of the aggregator: when an idle run ends, and which checkpoints the "
-        "aggregator keeps.",
+        description="Settings of the aggregator: when the campaign ends without gradients, and "
+        "which checkpoints the aggregator keeps.",
     )
 
     @field_validator("machines")

@@ -8,13 +8,11 @@ from millrace.gradients.settings import (
     AggregationOptions,
     AggregationSettings,
     AggregatorSettings,
-    GatherSettings,
     InitialWeights,
     RegistrationSettings,
     RunOptions,
     RunSettings,
     WeightsSource,
-    WindowOptions,
 )
 from millrace.gradients.templar.settings import (
     TemplarImportSettings,
@@ -25,6 +23,7 @@ from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, OuterK
 from millrace.schemas.gradient import Codec, ExclusionReason, GradientHeader, Support, Transform
 from millrace.schemas.merge import MergeRule, MergeSettings
 from millrace.schemas.scores import ScoreFormula, ScoringRules, WindowScores
+from millrace.schemas.window import GatherSettings, WindowOptions
 
 if TYPE_CHECKING:
     from millrace.gradients.codec.compress import (

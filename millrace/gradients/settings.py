@@ -9,88 +9,20 @@ read without them.
 """
 
 from datetime import timedelta
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.keys.gradients import ChainKeys, GradientKeys
 from millrace.keys.names import is_valid_name
 from millrace.lease import MAX_TTL, MIN_TTL
-from millrace.records import Record
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import CHUNK_SIZE, Codec, Support
 from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
-from millrace.schemas.registration import KEY_PATTERN, RosterEntry
-from millrace.settings import Duration, Size
+from millrace.schemas.registration import KEY_PATTERN
+from millrace.schemas.window import WindowOptions
+from millrace.settings import Duration
 from millrace.storage import StoreSettings, StoreSpec
-
-
-class GatherSettings(BaseModel):
-    """Settings of gathering a window's gradients."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    wanted: int | None = Field(
-        title="Wanted gradients",
-        default=None,
-        ge=1,
-        description="Number of gradients that complete a window; by default the number of workers "
-        "that are no reserves.",
-    )
-    quorum: int = Field(
-        default=1,
-        ge=0,
-        description="Least number of gradients at the deadline. With fewer, none is merged. 0 "
-        "allows an empty window.",
-    )
-    hedge: float = Field(
-        title="Share before reserves",
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Share of the window after which reserves are read, too. They are read "
-        "earlier if all other workers have sent.",
-    )
-    poll_interval: Duration = Field(
-        default=timedelta(seconds=2),
-        gt=timedelta(0),
-        description="Interval between two listings of the buckets.",
-    )
-    grace_period: Duration = Field(
-        default=timedelta(seconds=10),
-        ge=timedelta(0),
-        description="Longest wait for pending answers, once, when the window is over or complete.",
-    )
-    concurrency: int = Field(
-        title="Concurrent reads",
-        default=8,
-        ge=1,
-        le=256,
-        description="Number of gradients that are read at once.",
-    )
-    max_norm: float | None = Field(
-        title="Largest norm",
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Largest L2 norm of a gradient, without its buffers. A gradient with a larger "
-        "norm is refused. By default, only norms that overflow float32 are refused.",
-    )
-    max_stored: Size | None = Field(
-        title="Largest storage per worker",
-        default=None,
-        gt=0,
-        description="Most bytes that a worker should store below its prefix, its gradients "
-        "included. A warning names workers that store more. By default there is no "
-        "warning.",
-    )
-    max_objects: int | None = Field(
-        title="Most objects per worker",
-        default=None,
-        ge=1,
-        description="Most objects that a worker should store below its prefix. A warning names "
-        "workers that store more. By default there is no warning.",
-    )
 
 
 class RegistrationSettings(BaseModel):
@@ -139,46 +71,6 @@ class RegistrationSettings(BaseModel):
         return admitted
 
 
-class WindowOptions(BaseModel):
-    """Options that may change between windows: the length of a window, and its gathering.
-
-    The merged gradients depend only on the objects that a link names, not on these settings. So a
-    run that continues with other settings is the same run.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    window_length: Duration = Field(
-        title="Length of a window",
-        default=timedelta(minutes=20),
-        gt=timedelta(0),
-        description="Time between the opening of a window and its merge, in which the workers "
-        "train and upload their gradients.",
-    )
-    gather: GatherSettings = Field(
-        title="Gathering",
-        default=GatherSettings(),
-        description="Settings of the gathering of gradients.",
-    )
-
-
-class WindowOpening(Record, WindowOptions):
-    """Record of an open window, with the options that hold until the merge.
-
-    Attributes:
-        run: Name of the run.
-        number: Number of the window.
-        roster: Registered workers of the window by their names; empty if workers do not register.
-    """
-
-    record_kind: ClassVar[str] = "window-opening"
-    record_version: ClassVar[int] = 3  # with `roster`
-
-    run: str
-    number: int
-    roster: dict[str, RosterEntry] = Field(default_factory=dict[str, RosterEntry])
-
-
 class RunOptions(WindowOptions):
     """Options of a run: all settings except its name and the number of its windows."""
 
@@ -192,13 +84,13 @@ class RunOptions(WindowOptions):
         default=Codec(),
         description="Settings of the compression of gradients.",
     )
-    decay: float = Field(
-        title="Decay of the error feedback",
+    residual_factor: float = Field(
+        title="Factor of the residuals",
         default=1.0,
         ge=0,
         le=1,
-        description="Factor of the error feedback (the values that a worker has not sent) from "
-        "one window to the next.",
+        description="Factor of the residuals (the values that a worker has not sent) from one "
+        "window to the next: 1 keeps all of them, 0 drops them.",
     )
     outer: OuterOptimizer = Field(
         title="Outer optimizer",
@@ -279,7 +171,7 @@ class RunSettings(RunOptions):
 
 
 class WeightsSource(BaseModel):
-    """Settings that name a checkpoint's weights."""
+    """Weights in a checkpoint: its job, its step, and their names, without the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -296,7 +188,7 @@ class WeightsSource(BaseModel):
 
 
 class InitialWeights(WeightsSource, StoreSettings):
-    """Checkpoint with the weights that a run begins with, and the store that holds it."""
+    """Initial weights in a settings file: a checkpoint, with the settings of its store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -321,7 +213,7 @@ class InitialWeights(WeightsSource, StoreSettings):
 
 
 class AggregationOptions(BaseModel):
-    """Options of an aggregator: when an idle run ends, and which checkpoints are kept."""
+    """Options of an aggregator: when it ends without gradients, and which checkpoints it keeps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -329,7 +221,8 @@ class AggregationOptions(BaseModel):
         title="Idle windows before the end",
         default=3,
         ge=1,
-        description="Number of consecutive windows without a gradient after which the run is over.",
+        description="Number of consecutive windows without a gradient after which the aggregator "
+        "ends, or the campaign that it works for. A later start continues the run.",
     )
     every: int = Field(
         title="Windows between checkpoints",
@@ -344,8 +237,7 @@ class AggregationOptions(BaseModel):
         description="Number of newest checkpoints to keep, besides the one that the run begins "
         "with.",
     )
-    lease: Duration = Field(
-        title="Lease timeout",
+    lease_timeout: Duration = Field(
         default=timedelta(minutes=1),
         ge=MIN_TTL,
         le=MAX_TTL,

@@ -57,12 +57,12 @@ class ChainStart(Record):
     state: str
 
 
-class MergedWorker(RecordPart):
-    """Worker whose gradient was merged.
+class TakenGradient(RecordPart):
+    """Gradient that was taken. With a share of 0, the rule has left it out.
 
     Attributes:
         scale: Factor of the gradient before the rule, which clips its norm.
-        weight: Weight of the gradient in the sum, with its scale.
+        sum_factor: Factor of the gradient in the sum, with its scale.
         share: Share of the worker in the average of a buffer. With 0, no update has the gradient.
         norm: L2 norm of the gradient.
         digest: Digest of the gradient's header, which has the digest of its values.
@@ -73,7 +73,7 @@ class MergedWorker(RecordPart):
     """
 
     scale: float = Field(ge=0, le=1)
-    weight: float = Field(ge=0, le=2)  # at most 1, but for rounding
+    sum_factor: float = Field(ge=0, le=2)  # at most 1, but for rounding
     share: float = Field(ge=0, le=1)
     norm: float
     digest: OwnDigest
@@ -136,7 +136,7 @@ class ChainLink(Record):
         outer: Optimizer that applies the merged gradients.
         merge: Settings of the merge.
         scores: Digest of the scores by which the merge weighs workers; empty without scores.
-        taken: Workers whose gradients were taken. The rule has left out those with a share of 0.
+        taken: Gradients that were taken, by the workers' names.
         excluded: Excluded workers with the reasons.
         seconds: Duration of the gathering.
         previous: Digest of the link before.
@@ -145,7 +145,7 @@ class ChainLink(Record):
 
     record_kind: ClassVar[str] = "chain-link"
     record_bytes: ClassVar[int] = 16 << 20  # 150,000 tensors, or 50,000 workers
-    record_version: ClassVar[int] = 6  # with scores
+    record_version: ClassVar[int] = 7  # with `sum_factor`
 
     run: str
     window: JsonInt
@@ -157,7 +157,7 @@ class ChainLink(Record):
     outer: OuterOptimizer
     merge: MergeSettings
     scores: str
-    taken: dict[str, MergedWorker]
+    taken: dict[str, TakenGradient]
     excluded: dict[str, ExcludedWorker]
     seconds: float
     previous: str

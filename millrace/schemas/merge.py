@@ -59,7 +59,7 @@ class MergeSettings(RecordPart):
         description="Distance from the centre within which `centered clip` counts a gradient "
         "fully; by default the median distance.",
     )
-    steps: int = Field(
+    iterations: int = Field(
         title="Iterations of centered clip",
         default=20,
         ge=1,
@@ -74,8 +74,7 @@ class MergeSettings(RecordPart):
         description="Share of the merge that `scores` divides evenly, since a worker that has no "
         "score yet earns one by gradients that are merged.",
     )
-    values: int = Field(
-        title="Weights per object",
+    weights_per_object: int = Field(
         default=1 << 28,
         ge=1,
         description="Number of weights whose merged gradients are one object. A larger model has "

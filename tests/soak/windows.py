@@ -233,7 +233,7 @@ class _Run:
         self.settings = AggregatorSettings(
             run=run, store=make_spec(shared_store), workers=UIDS,
             initial_weights=initial_weights, until=WINDOWS, every=_EVERY,
-            lease=timedelta(seconds=3),
+            lease_timeout=timedelta(seconds=3),
         )  # fmt: skip
         self._bucket = shared_store.open_bucket(PREFIX)
         self._context, self._interruptions = context, interruptions

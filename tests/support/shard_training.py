@@ -18,7 +18,7 @@ def main() -> None:
         rank=call["rank"],
         world_size=call["world_size"],
         streams=8,
-        window=20,
+        shuffle_window=20,
         batch_size=13,
     )
     if call["state"]:

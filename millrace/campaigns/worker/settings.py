@@ -35,8 +35,8 @@ class SharedWorkerSettings(BaseModel):
     restarts: int = Field(
         default=3,
         ge=0,
-        description="Number of times that the training script is started again on the same "
-        "machine, if it fails before it has run for ten minutes.",
+        description="Number of restarts in a row of a training script that fails, on the same "
+        "machine. A script that has run for ten minutes begins the count anew.",
     )
     restart_delay: Duration = Field(
         default=timedelta(seconds=10),

@@ -124,7 +124,7 @@ class WindowLoader:
         """Return the batches of a window. They are read while the result is iterated over.
 
         Args:
-            window: Number of the window, from 1 on.
+            window: Number of the window of the run, from 1 on.
         """
         return WindowBatches(self._iterate(window))
 

@@ -63,7 +63,7 @@ class MemberSettings(BaseModel):
     join_timeout: Duration = Field(
         default=timedelta(minutes=5), description="Longest wait for the other members."
     )
-    ttl: Duration = Field(
+    lease_timeout: Duration = Field(
         default=timedelta(seconds=30),
         ge=MIN_TTL,
         le=MAX_TTL,
@@ -105,7 +105,7 @@ def end_epoch(
         open_store(settings.store),
         settings.job,
         member,
-        settings.ttl,
+        settings.lease_timeout,
         expected=expected,
         destination=destination,
     ) as one:

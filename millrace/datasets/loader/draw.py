@@ -85,7 +85,8 @@ class PageTable:
 
         Args:
             seed: Seed of the order, such as the number of a worker.
-            window: Number of the window, from 0 on.
+            window: Number of the draw, from 0 on. The windows of a run are counted from 1 on, so
+                window ``n`` of a run is draw ``n - 1``.
             count: Pages of each window.
 
         Raises:

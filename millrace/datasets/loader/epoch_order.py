@@ -53,7 +53,7 @@ class EpochOrder:
         seed: Seed of the order.
         epoch: Number of the epoch.
         streams: Number of streams.
-        window: Samples of a stream that are shuffled among themselves.
+        shuffle_window: Samples of a stream that are shuffled among themselves.
         shuffle: Whether shards and windows are shuffled. If not, each stream has its samples in the
             order of the dataset.
 
@@ -72,23 +72,23 @@ class EpochOrder:
         seed: int,
         epoch: int,
         streams: int,
-        window: int,
+        shuffle_window: int,
         shuffle: bool,
     ) -> None:
         counts = np.asarray(samples, np.int64)
         self.total = int(counts.sum())
         if not self.total:
             raise ConfigurationError("The split has no samples, so there is nothing to load.")
-        if streams < 1 or window < 1:
-            raise ConfigurationError("`streams` and `window` are at least 1. Correct them.")
+        if streams < 1 or shuffle_window < 1:
+            raise ConfigurationError("`streams` and `shuffle_window` are at least 1. Correct them.")
         self._shards = np.arange(len(counts))
         if shuffle:
             permuted = Permutation(len(counts), seed, epoch).permute(self._shards)
             self._shards = permuted.astype(np.int64)
         self._ends = np.cumsum(counts[self._shards])
         self._starts = self._ends - counts[self._shards]
-        self._window, self._shuffle = window, shuffle
-        self._ramp = _RAMP if window >> _RAMP else 0
+        self._window, self._shuffle = shuffle_window, shuffle
+        self._ramp = _RAMP if shuffle_window >> _RAMP else 0
         self._short, self._longer = divmod(self.total, streams)
         numbers = np.arange(streams)
         self.lengths: Numbers = self._short + (numbers < self._longer)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from millrace.datasets.loader.sample_stream import StreamPosition
 from millrace.datasets.loader.stream_counts import (
@@ -84,7 +84,8 @@ class OrderSettings(BaseModel):
         split: Split of the samples.
         seed: Seed of the order.
         streams: Number of streams.
-        window: Samples of a stream that are shuffled among themselves.
+        shuffle_window: Samples of a stream that are shuffled among themselves. States of older
+            versions have them as ``window``.
         shuffle: Whether the samples are shuffled.
         transform: Whether samples are transformed.
         pack: Number of tokens of a sequence; None without packing.
@@ -97,7 +98,7 @@ class OrderSettings(BaseModel):
     split: str
     seed: int
     streams: int = Field(ge=1)
-    window: int = Field(ge=1)
+    shuffle_window: int = Field(ge=1, validation_alias=AliasChoices("shuffle_window", "window"))
     shuffle: bool
     transform: bool
     pack: int | None

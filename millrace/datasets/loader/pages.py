@@ -197,7 +197,7 @@ class PageLoader:
         self._cache.close()
 
     def draw(self, seed: int, window: int, count: int) -> list[Page]:
-        """Return the pages of a window, see `PageTable.draw`."""
+        """Return the pages of a window, counted from 0 on, see `PageTable.draw`."""
         return self.table.draw(seed, window, count)
 
     def describe(self, page: Page) -> str:

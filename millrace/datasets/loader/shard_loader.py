@@ -41,7 +41,7 @@ from millrace.datasets.loader.sample_stream import (
 )
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.loader.stream_counts import Remainder, compute_ends, deal_streams
-from millrace.datasets.loader.window_queue import StreamWindows
+from millrace.datasets.loader.window_queue import StreamShuffleWindows
 from millrace.digest import BLOCK_SIZE
 from millrace.keys.datasets import DatasetKeys
 from millrace.settings import validate_settings
@@ -100,7 +100,8 @@ class ShardLoader:
             times this memory, or four samples and 2 MiB for each stream if that is more, and 32 MiB
             for requests, or 128 MiB with a `cache`. A stream of parquet also takes up to five times
             a row group, which has up to 1,000 samples.
-        window: Samples of a stream that are shuffled among themselves, instead of `buffer_bytes`.
+        shuffle_window: Samples of a stream that are shuffled among themselves, instead of
+            `buffer_bytes`.
         remainder: Treatment of the last samples, where ranks would have different numbers. ``drop``
             leaves out fewer than `world_size` samples, ``pad`` repeats as many, ``keep`` lets ranks
             end at different times. With `transform` or `pack` always ``keep``. Where workers were
@@ -141,7 +142,7 @@ class ShardLoader:
         shuffle: bool = True,
         streams: int | None = None,
         buffer_bytes: int = 32 << 20,
-        window: int | None = None,
+        shuffle_window: int | None = None,
         remainder: Remainder | str | None = None,
         transform: Transform | None = None,
         pack: int | None = None,
@@ -158,9 +159,11 @@ class ShardLoader:
             _warn_of_ranks(os.environ.get("WORLD_SIZE", ""))
         rank, world_size = rank or 0, 1 if world_size is None else world_size
         _check_ranks(rank, world_size)
-        _check_numbers(buffer_bytes, batch_size=batch_size, pack=pack, window=window)
+        _check_numbers(
+            buffer_bytes, batch_size=batch_size, pack=pack, shuffle_window=shuffle_window
+        )
         if streams is None:
-            room = buffer_bytes if window is None else inf
+            room = buffer_bytes if shuffle_window is None else inf
             streams = _choose_streams(self.table, room, world_size, shuffle=shuffle)
         if not _can_deal(streams, world_size):
             multiple = -(-max(1, streams) // world_size) * world_size
@@ -170,15 +173,15 @@ class ShardLoader:
             )
         field = pack_field or (find_tokens(self.table.fields) if pack and not transform else None)
         self._steps = StreamSteps(transform, pack, field or "tokens")
-        if window is None:
-            window = _choose_window(self.table, buffer_bytes / streams)
+        if shuffle_window is None:
+            shuffle_window = _choose_shuffle_window(self.table, buffer_bytes / streams)
         self._settings = _validate(
             OrderSettings,
             manifest=self.table.manifest_digest,
             split=split,
             seed=seed,
             streams=streams,
-            window=window,
+            shuffle_window=shuffle_window,
             shuffle=shuffle,
             transform=transform is not None,
             pack=pack,
@@ -347,7 +350,7 @@ class ShardLoader:
 
         Args:
             state: State of this loader or of torchdata's ``StatefulDataLoader``, or those of all
-                ranks. `streams` and `window` are taken from the state.
+                ranks. `streams` and `shuffle_window` are taken from the state.
 
         Raises:
             ConfigurationError: The state is of another dataset, split, seed or order, or states of
@@ -362,7 +365,7 @@ class ShardLoader:
             order = self._make_order(states[0]) if states else self._progress.order
             found = combine_states(states, order.lengths)
         self._go_to(found)
-        changed = {"streams": found.streams, "window": found.window}
+        changed = {"streams": found.streams, "shuffle_window": found.shuffle_window}
         self._settings = self._settings.model_copy(update=changed)
         self._warn_of_unequal_ranks()
 
@@ -409,7 +412,7 @@ class ShardLoader:
             seed=state.seed,
             epoch=state.epoch,
             streams=state.streams,
-            window=state.window,
+            shuffle_window=state.shuffle_window,
             shuffle=state.shuffle,
         )
 
@@ -505,7 +508,7 @@ class ShardLoader:
         """Open the streams of the process at their positions, and merge their samples."""
         settings, positions = self._settings, progress.locate_streams()
         stream_count = max(1, len(positions))
-        part = round(settings.window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
+        part = round(settings.shuffle_window * self.table.mean_size / 2 / BLOCK_SIZE) * BLOCK_SIZE
         fetcher = ShardFetcher(
             self._files.open(),
             self.table,
@@ -535,7 +538,7 @@ class ShardLoader:
         depth: int,
     ) -> Iterator[LoadedSample]:
         length, end = int(progress.order.lengths[stream]), progress.get_end(stream)
-        windows = StreamWindows(self.table, progress.order, fetcher, stream=stream)
+        windows = StreamShuffleWindows(self.table, progress.order, fetcher, stream=stream)
         start = position.row if self._steps else min(position.row, length - 1)
         rows = windows.iterate_rows(start, depth=depth, pool=pool)
         if self._steps:
@@ -603,7 +606,7 @@ def _can_deal(streams: int, world_size: int) -> bool:
     return streams >= 1 and streams % world_size == 0
 
 
-def _choose_window(table: ShardTable, buffer_bytes: float) -> int:
+def _choose_shuffle_window(table: ShardTable, buffer_bytes: float) -> int:
     # The mean of the largest format, so that all formats have one order.
     return max(1, int(buffer_bytes / max(1.0, table.largest_mean_size)))
 

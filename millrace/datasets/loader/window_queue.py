@@ -1,4 +1,4 @@
-"""Load the windows of several streams ahead, by threads."""
+"""Load the shuffle windows of several streams ahead, by threads."""
 
 import threading
 from bisect import bisect_right
@@ -17,8 +17,8 @@ from millrace.datasets.loader.shard_table import ShardTable
 from millrace.threads import DaemonThreadPool
 
 
-class WindowQueue:
-    """Windows of one stream, loaded in order by one thread at a time.
+class ShuffleWindowQueue:
+    """Shuffle windows of one stream, loaded in order by one thread at a time.
 
     Args:
         load: Function that loads a window.
@@ -82,8 +82,8 @@ class WindowQueue:
                 future.set_exception(error)
 
 
-class StreamWindows:
-    """Rows of one stream of an epoch.
+class StreamShuffleWindows:
+    """Rows of one stream of an epoch, shuffled window by window.
 
     Args:
         table: Shards of the dataset.
@@ -118,11 +118,11 @@ class StreamWindows:
         """
         first, skipped = self._order.find_window(start)
         windows = range(first, self._order.count_windows(self._stream))
-        queue = WindowQueue(self._load, windows, depth=depth, pool=pool)
+        queue = ShuffleWindowQueue(self._load, windows, depth=depth, pool=pool)
         return chain.from_iterable(self._decode_windows(windows, skipped, queue))
 
     def _decode_windows(
-        self, windows: range, skipped: int, queue: WindowQueue
+        self, windows: range, skipped: int, queue: ShuffleWindowQueue
     ) -> Iterator[Iterator[LoadedSample]]:
         """Yield an iterator over the rows of each window."""
         for window in windows:

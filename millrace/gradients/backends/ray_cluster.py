@@ -82,7 +82,7 @@ class RayShards:
 
 @contextmanager
 def allocate_on_ray(
-    address: str, *, values: int, reads: int, threads: int | None = None
+    address: str, *, weights_per_object: int, reads: int, threads: int | None = None
 ) -> Generator[AllocateWeights]:
     """Yield a function that allocates a shard on each living node with a CPU of a Ray cluster.
 
@@ -90,7 +90,8 @@ def allocate_on_ray(
 
     Args:
         address: Address of the cluster; ``auto`` for the cluster of this machine.
-        values: Number of values per object, as for `group_tensors`. Each object is on one node.
+        weights_per_object: Number of weights per object, as for `group_tensors`. Each object is on
+            one node.
         reads: Largest number of gradients of a window that are read at once. Each node has a
             thread for each, so that reads which stall delay no others.
         threads: Number of threads on each node; by default one per processor.
@@ -112,7 +113,7 @@ def allocate_on_ray(
         holder = ray.remote(concurrency_groups={_READING: reads + _SPARE_READS})(WeightShard)
 
         def allocate(shapes: Shapes) -> ShardedWeights:
-            shares = divide_tensors(shapes, group_tensors(shapes, values), len(nodes))
+            shares = divide_tensors(shapes, group_tensors(shapes, weights_per_object), len(nodes))
             begun = len(actors)
             for number, (node, names) in enumerate(zip(nodes, shares, strict=False)):
                 options = {"max_concurrency": _CALLS, **cluster.make_node_options(node)}

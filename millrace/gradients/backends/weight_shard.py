@@ -222,7 +222,7 @@ class WeightShard:
         self._wait_for_state()
         shapes = {name: self._state.weights[name].shape for name in self._names}
         made: list[UpdateEntry] = []
-        for names in group_tensors(shapes, request.settings.values):
+        for names in group_tensors(shapes, request.settings.weights_per_object):
             encoded: dict[str, EncodedTensor] = {}
             for name in names:
                 merged = merge_tensor(name, self._received, request, threads=self._threads)

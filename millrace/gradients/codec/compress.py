@@ -151,20 +151,24 @@ def decode(body: bytes | memoryview, shape: tuple[int, ...], codec: Codec) -> to
 class ErrorFeedback:
     """Error feedback of a sender: values that were not sent are added to the next change.
 
-    With a decay of 1, every value is sent at some time.
+    With a `residual_factor` of 1, every value is sent at some time.
 
     Source: SparseLoCo (arXiv 2508.15706, §3) and DeMo (arXiv 2411.19870, §3).
 
     Args:
         codec: Settings of the compression.
-        decay: Factor of the residual before the next change is added.
+        residual_factor: Factor of a residual before the next change is added.
         threads: Number of threads; by default one per processor.
     """
 
-    def __init__(self, codec: Codec, *, decay: float = 1.0, threads: int | None = None) -> None:
-        if not 0 <= decay <= 1:
-            raise errors.ConfigurationError(f"The decay {decay} is not between 0 and 1.")
-        self.codec, self.decay = codec, decay
+    def __init__(
+        self, codec: Codec, *, residual_factor: float = 1.0, threads: int | None = None
+    ) -> None:
+        if not 0 <= residual_factor <= 1:
+            raise errors.ConfigurationError(
+                f"The factor {residual_factor} of the residuals is not between 0 and 1."
+            )
+        self.codec, self.residual_factor = codec, residual_factor
         self._encoder = GradientEncoder(codec, threads)
         self._kept: dict[str, torch.Tensor] = {}
         self._sent: dict[str, bytes] = {}
@@ -190,7 +194,7 @@ class ErrorFeedback:
             raise errors.ConfigurationError(
                 f"{name} has the shape {list(shape)}, and before it had {list(before.shape)}."
             )
-        total = change.clone() if before is None else change.add(before, alpha=self.decay)
+        total = change.clone() if before is None else change.add(before, alpha=self.residual_factor)
         values, groups = self._encoder.select(total, mask)
         for sparse in groups:
             _subtract_sent(values.numpy(), sparse, self.codec)

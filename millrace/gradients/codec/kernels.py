@@ -104,7 +104,7 @@ def select(chunks: Any, k: int, out: Any) -> None:  # noqa: C901, PLR0912 - one 
 
 
 @compile_once
-def gather(chunks: Any, indices: Any, out: Any) -> None:
+def pick_values(chunks: Any, indices: Any, out: Any) -> None:
     """Copy the values at some indices of each chunk to ``out``: (chunks, k)."""
     for row in range(indices.shape[0]):
         for j in range(indices.shape[1]):

@@ -270,7 +270,7 @@ def _select_block(
             kernels.select(table[rows], chunks.k, indices[rows])
         else:
             indices[rows] = shared
-        kernels.gather(table[rows], indices[rows], picked[rows])
+        kernels.pick_values(table[rows], indices[rows], picked[rows])
         # Values that are not finite have the largest magnitudes. With shared indices, all values
         # must be checked.
         seen = picked[rows] if shared is None else table[rows]

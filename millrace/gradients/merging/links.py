@@ -20,13 +20,13 @@ from millrace.gradients.codec.tensors import CodeError
 from millrace.gradients.merging.merge import MergeRequest, WorkerFactors
 from millrace.gradients.merging.updates import StoredTensor, compute_largest_update, parse_update
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import WindowOpening
 from millrace.gradients.state import WeightState
 from millrace.keys.gradients import ChainKeys
 from millrace.keys.names import is_plain
 from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once, digest_record, fetch, list_numbers
 from millrace.schemas.chain import ChainLink, ChainStart, UpdateEntry
+from millrace.schemas.window import WindowOpening
 from millrace.storage import Store, create, read
 
 
@@ -242,7 +242,7 @@ def make_merge_request(link: ChainLink) -> MergeRequest:
     factors = WorkerFactors(
         tuple(taken),
         np.array([one.scale for one in its], np.float64),
-        np.array([one.weight for one in its], np.float64),
+        np.array([one.sum_factor for one in its], np.float64),
         np.array([one.share for one in its], np.float64),
     )
     return MergeRequest(link.codec, link.merge, factors.select_used())

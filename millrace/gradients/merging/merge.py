@@ -1,6 +1,6 @@
 """Merge of the sparse gradients of many workers, with the same result on every machine.
 
-A rule gives each worker a weight, and the result is the weighted sum. Rules that judge a worker by
+A rule gives each worker a factor, and the result is the weighted sum. Rules that judge a worker by
 its distance to others need only inner products, which are added chunk by chunk without dense
 copies. Workers are in the order of their names. Sums are of float64, in an order that does not
 depend on arrival, threads or machines. So equal gradients give equal bytes.
@@ -34,21 +34,21 @@ class WorkerFactors:
     Attributes:
         workers: Sorted names of the workers.
         scales: Factor of each worker's gradient before the rule.
-        in_sum: Factor of each worker in the sum, with its scale. For `MergeRule.SIGN`, `MEDIAN`
-            and `TRIMMED`, which are not weighted sums, this is the scale.
+        sum_factors: Factor of each worker in the sum, with its scale. For `MergeRule.SIGN`,
+            `MEDIAN` and `TRIMMED`, which are not weighted sums, this is the scale.
         shares: Share of each worker in the average of a buffer. The sum is 1.
     """
 
     workers: tuple[str, ...]
     scales: Vector
-    in_sum: Vector
+    sum_factors: Vector
     shares: Vector
 
     def select_used(self) -> "WorkerFactors":
         """Return the workers that have a share. The gradients of the others change no value."""
         used = np.flatnonzero(self.shares)
         workers = tuple(self.workers[number] for number in used)
-        return WorkerFactors(workers, self.scales[used], self.in_sum[used], self.shares[used])
+        return WorkerFactors(workers, self.scales[used], self.sum_factors[used], self.shares[used])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,20 @@ class MergeRequest:
     factors: WorkerFactors
 
 
-def group_tensors(shapes: Shapes, values: int) -> list[tuple[str, ...]]:
+def group_tensors(shapes: Shapes, weights_per_object: int) -> list[tuple[str, ...]]:
     """Group tensors whose merged gradients are one object, in the order of their names.
 
     Args:
         shapes: Shapes of the tensors by their names.
-        values: Largest number of values of an object. Only a single larger tensor exceeds it.
+        weights_per_object: Largest number of weights of an object. Only a single larger tensor
+            exceeds it.
     """
     found: list[tuple[str, ...]] = []
     now: list[str] = []
     size = 0
     for name in sorted(shapes):
         each = prod(shapes[name])
-        if now and size + each > values:
+        if now and size + each > weights_per_object:
             found.append(tuple(now))
             now, size = [], 0
         now.append(name)
@@ -301,7 +302,7 @@ def _iterate_products(
 def _merge_group(
     name: str, sent: Sequence[SparseChunks], request: MergeRequest, threads: int
 ) -> MergedChunks:
-    codec, settings, factors = request.codec, request.settings, request.factors.in_sum
+    codec, settings, factors = request.codec, request.settings, request.factors.sum_factors
     chunks = sent[0].chunks
     by_index = settings.rule in COORDINATE_WISE_RULES
     if by_index and not have_same_indices(sent):
@@ -343,7 +344,7 @@ def _merge_buffer(
 
     The largest distance that is kept is the lower median distance, or the one at the sorted
     position `faulty` if that is less. An honest worker's distance is at least as large. A worker's
-    share is that of its gradient. Buffers do not change the weight of a gradient. Every
+    share is that of its gradient. Buffers do not change the factor of a gradient. Every
     average is between the least and the largest sent value, so a variance stays non-negative.
     `MergeRule.MEDIAN` and `TRIMMED` judge each value by itself. The median of two workers is their
     mean, so the influence of one of them has no bound.
@@ -447,7 +448,7 @@ def _compute_norm_limit(norms: Vector, faulty: int) -> float:
 
 
 def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
-    """Return the weights after the iterations of centred clipping.
+    """Return the factors after the iterations of centred clipping.
 
     Each iteration is ``v <- v + mean((x_i - v) * min(1, radius / |x_i - v|))``. The first ``v`` is
     the gradient that is nearest to all others. As ``v`` is always a weighted sum of the gradients,
@@ -456,28 +457,28 @@ def _clip_to_center(gram: Vector, settings: MergeSettings) -> Vector:
     worker_count = len(gram)
     squares = np.diag(gram)
     apart = np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0))
-    weights = np.zeros(worker_count)
-    weights[np.argmin(np.median(apart, axis=1))] = 1.0
-    for _ in range(settings.steps):
+    factors = np.zeros(worker_count)
+    factors[np.argmin(np.median(apart, axis=1))] = 1.0
+    for _ in range(settings.iterations):
         # The sums are exact, since those of a library depend on the machine.
-        cross = np.array([fsum(row * weights) for row in gram])
-        far = np.sqrt(np.maximum(squares - 2 * cross + fsum(weights * cross), 0.0))
+        cross = np.array([fsum(row * factors) for row in gram])
+        far = np.sqrt(np.maximum(squares - 2 * cross + fsum(factors * cross), 0.0))
         radius = float(np.median(far)) if settings.radius is None else settings.radius
         ones = np.ones(worker_count)
         shares = np.minimum(1.0, np.divide(radius, far, out=ones, where=far > radius))
         step = shares / worker_count
-        weights = weights * (1.0 - fsum(step)) + step
-    return weights
+        factors = factors * (1.0 - fsum(step)) + step
+    return factors
 
 
 def _select_multi_krum(gram: Vector, faulty: int) -> Vector:
-    """Return equal weights for the workers with the nearest neighbours: all but ``faulty``."""
+    """Return equal factors for the workers with the nearest neighbours: all but ``faulty``."""
     worker_count = len(gram)
     squares = np.diag(gram)
     apart = squares[:, None] + squares[None, :] - 2 * gram
     np.fill_diagonal(apart, np.inf)
     scores = [fsum(row[: worker_count - faulty - 2]) for row in np.sort(apart, axis=1)]
     chosen = np.argsort(scores, kind="stable")[: worker_count - faulty]
-    weights = np.zeros(worker_count)
-    weights[chosen] = 1.0 / len(chosen)
-    return weights
+    factors = np.zeros(worker_count)
+    factors[chosen] = 1.0 / len(chosen)
+    return factors

@@ -194,10 +194,10 @@ def _leave_out(request: MergeRequest, uid: str) -> MergeRequest:
     left = [number for number, one in enumerate(factors.workers) if one != uid]
     workers = tuple(factors.workers[number] for number in left)
     grow = 1.0 / factors.shares[left].sum() if left else 1.0
-    in_sum = factors.in_sum[left]
+    sum_factors = factors.sum_factors[left]
     if request.settings.rule in _WEIGHTED_SUMS:
-        in_sum = in_sum * grow
+        sum_factors = sum_factors * grow
     scales, shares = factors.scales[left], factors.shares[left] * grow
     return MergeRequest(
-        request.codec, request.settings, WorkerFactors(workers, scales, in_sum, shares)
+        request.codec, request.settings, WorkerFactors(workers, scales, sum_factors, shares)
     )

@@ -63,8 +63,8 @@ def aggregate_run(
     workers = [make_sender(uid) for uid in settings.workers]
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(Heartbeat(settings.lease))
-        lease = acquire_run_lease(store, keys, settings.lease)
+        heartbeat = stack.enter_context(Heartbeat(settings.lease_timeout))
+        lease = acquire_run_lease(store, keys, settings.lease_timeout)
         heartbeat.keep(lease)
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
@@ -127,7 +127,10 @@ def _choose_allocation(
     reads = run.gather.concurrency + len(settings.workers) + len(settings.reserves)
     reads += run.registration.most if run.registration else 0
     return allocate_on_ray(
-        settings.ray, values=run.merge.values, reads=reads, threads=settings.threads
+        settings.ray,
+        weights_per_object=run.merge.weights_per_object,
+        reads=reads,
+        threads=settings.threads,
     )
 
 

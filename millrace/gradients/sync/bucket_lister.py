@@ -17,10 +17,10 @@ from millrace import errors
 from millrace.gradients.codec.gradient_object import explain_failure, is_torch_file
 from millrace.gradients.gather_window import GatherWindow, WaitLimit
 from millrace.gradients.progress_events import QuotaExceeded
-from millrace.gradients.settings import GatherSettings
 from millrace.progress import Progress
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.window import GatherSettings
 from millrace.storage import Stat, Store, list_fairly, list_objects
 from millrace.threads import DaemonThreadPool
 

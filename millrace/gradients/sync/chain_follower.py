@@ -14,9 +14,10 @@ from millrace.gradients.merging.links import (
     read_link_after,
 )
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import RunSettings, WindowOpening
+from millrace.gradients.settings import RunSettings
 from millrace.progress import Progress
 from millrace.schemas.chain import ChainLink, ChainStart
+from millrace.schemas.window import WindowOpening
 from millrace.storage import Store, exists
 
 _OPENING_TIMEOUT = timedelta(hours=2)

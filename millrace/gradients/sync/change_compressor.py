@@ -40,7 +40,9 @@ class ChangeCompressor:
     ) -> None:
         self._settings, self._weights = settings, weights
         self._ranks, self._tensors, self._threads = ranks, tensors, threads
-        self.feedback = ErrorFeedback(settings.codec, decay=settings.decay, threads=threads)
+        self.feedback = ErrorFeedback(
+            settings.codec, residual_factor=settings.residual_factor, threads=threads
+        )
 
     def compress(self, model: torch.nn.Module, window: int) -> bytes:
         """Compress this rank's tensors of the gradient, and pack them into a safetensors file.

@@ -15,7 +15,6 @@ from datetime import datetime
 
 from millrace import errors
 from millrace.gradients.gather_window import GatherWindow, Sender, WaitLimit
-from millrace.gradients.settings import GatherSettings
 from millrace.gradients.sync.bucket_lister import BucketLister, QuotaMonitor
 from millrace.gradients.sync.gather_results import GatherOutcome, GatherResults, QuorumError
 from millrace.gradients.sync.gradient_reader import GradientReader, ReadGradient, read_in_process
@@ -23,6 +22,7 @@ from millrace.lease import StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.chain import ExcludedWorker
 from millrace.schemas.gradient import ExclusionReason
+from millrace.schemas.window import GatherSettings
 
 _WARM_UP = ExcludedWorker(
     reason=ExclusionReason.WARM_UP, sentence="Its gradient is valid, and it warms up."
@@ -50,7 +50,8 @@ def gather(
         settings: Settings of the gathering.
         reserves: Workers that replace missing ones, in this order.
         observed: Workers that warm up. Their gradients are read and checked, and are none of the
-            gathered ones. A complete window waits for them until ``settings.hedge`` of its time.
+            gathered ones. A complete window waits for them until ``settings.reserves_after`` of its
+            time.
         read_gradient: Function that reads a gradient. Several threads call it.
         clock: Clock of the stores; by default that of this machine.
         progress: Receives `GradientAccepted` or `GradientRefused` for each worker, and
@@ -125,11 +126,11 @@ class _Gathering:
         began, self._clock = time.monotonic(), clock
         settings = self._settings
         opens, closes = self._gather_window.opens, self._gather_window.closes
-        hedged_at = opens + settings.hedge * (closes - opens)
+        reserves_at = opens + settings.reserves_after * (closes - opens)
         try:
             while (now := clock.now()) <= closes:
-                is_hedged = now >= hedged_at
-                with_reserves = is_hedged or self._results.has_all(self._first)
+                is_due = now >= reserves_at
+                with_reserves = is_due or self._results.has_all(self._first)
                 left = max((closes - now).total_seconds(), 0.0) + 0.01
                 pause = min(settings.poll_interval.total_seconds(), left)
                 asked = time.monotonic()
@@ -138,7 +139,7 @@ class _Gathering:
                 wait(self._lister.pending, pause)
                 self._begin_reads()
                 self._collect_results()
-                has_observed = is_hedged or self._results.has_all(self._observed)
+                has_observed = is_due or self._results.has_all(self._observed)
                 counting = set(self._results.select_valid()) - self._observed
                 if has_observed and len(counting) >= self._wanted:
                     break

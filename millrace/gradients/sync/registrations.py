@@ -9,7 +9,7 @@ from itertools import islice
 from millrace import errors
 from millrace.gradients.merging.links import find_newest_window, read_link
 from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
-from millrace.gradients.settings import RegistrationSettings, RunSettings, WindowOpening
+from millrace.gradients.settings import RegistrationSettings, RunSettings
 from millrace.gradients.sync.roster import update_roster
 from millrace.gradients.sync.worker_key import WorkerKey, is_signed
 from millrace.keys.gradients import ChainKeys, GradientKeys
@@ -23,6 +23,7 @@ from millrace.schemas.registration import (
     RosterEntry,
     RosterStatus,
 )
+from millrace.schemas.window import WindowOpening
 from millrace.storage import Store, list_folders, list_objects
 
 log = logging.getLogger(__name__)

@@ -72,8 +72,8 @@ def import_templar_run(
     origins = _Origins(source)
     last = source.last_window - source.first_window + 1
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(Heartbeat(settings.lease))
-        heartbeat.keep(acquire_run_lease(store, keys, settings.lease))
+        heartbeat = stack.enter_context(Heartbeat(settings.lease_timeout))
+        heartbeat.keep(acquire_run_lease(store, keys, settings.lease_timeout))
         sharded, window = load_or_begin_run(settings, store, progress=progress)
         stack.callback(sharded.close)
         state = sharded.collect_state()

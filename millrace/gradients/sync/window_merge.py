@@ -29,8 +29,8 @@ from millrace.schemas.chain import (
     ChainLink,
     ChainStart,
     ExcludedWorker,
-    MergedWorker,
     OuterOptimizer,
+    TakenGradient,
     UpdateEntry,
 )
 from millrace.schemas.gradient import ExclusionReason
@@ -156,7 +156,7 @@ def merge_window(
         outer=step.outer,
         merge=step.merge,
         scores=digest_record(scores) if scores else "",
-        taken=_list_merged_workers(gradients, worker_factors, gathered.written),
+        taken=_list_taken_gradients(gradients, worker_factors, gathered.written),
         excluded=excluded,
         seconds=gathered.seconds,
         previous=digest_record(step.before),
@@ -171,18 +171,18 @@ def merge_window(
     return commit.record
 
 
-def _list_merged_workers(
+def _list_taken_gradients(
     gradients: Mapping[str, CheckedGradient],
     worker_factors: WorkerFactors | None,
     written: Mapping[str, datetime],
-) -> dict[str, MergedWorker]:
-    """Return the merged workers with their weights."""
+) -> dict[str, TakenGradient]:
+    """Return the taken gradients with their factors, by the workers' names."""
     if worker_factors is None:
         return {}
     return {
-        uid: MergedWorker(
+        uid: TakenGradient(
             scale=float(worker_factors.scales[number]),
-            weight=float(worker_factors.in_sum[number]),
+            sum_factor=float(worker_factors.sum_factors[number]),
             share=float(worker_factors.shares[number]),
             norm=gradients[uid].norm,
             digest=gradients[uid].digest,

@@ -15,7 +15,7 @@ from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.gather_window import GatherWindow, Sender
 from millrace.gradients.merging.links import find_newest_window, read_link, read_link_after
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import GatherSettings, RunSettings, WindowOpening
+from millrace.gradients.settings import RunSettings
 from millrace.gradients.state import WeightState
 from millrace.gradients.sync.gather import count_wanted_gradients, gather
 from millrace.gradients.sync.gather_results import QuorumError
@@ -26,6 +26,7 @@ from millrace.progress import Progress, ignore_event
 from millrace.records import commit_once
 from millrace.schemas.chain import ChainLink
 from millrace.schemas.registration import RosterEntry
+from millrace.schemas.window import GatherSettings, WindowOpening
 from millrace.storage import Store, head
 
 
@@ -195,7 +196,11 @@ def _open(
     roster: dict[str, RosterEntry],
     clock: StoreClock,
 ) -> tuple[WindowOpening, GatherWindow]:
-    """Open a window, and return its record. An open window keeps its options and its roster."""
+    """Open a window; return its record, and the window to gather.
+
+    A window that is open already keeps its options and its roster. If its time is over, no
+    aggregator was running, and its time begins again.
+    """
     keys = settings.chain_keys
     ours = WindowOpening(
         run=settings.name,
@@ -209,7 +214,7 @@ def _open(
     began = head(store, keys.make_link_key(window - 1)).last_modified
     opened = head(store, keys.make_opening_key(window)).last_modified
     now = clock.now()
-    over = opened + opening.window_length <= now  # no aggregator was running: the time begins again
+    over = opened + opening.window_length <= now
     return opening, GatherWindow(
         keys=settings.gradient_keys,
         number=window,

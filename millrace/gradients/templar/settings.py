@@ -92,8 +92,7 @@ class TemplarImportSettings(BaseModel):
         ge=1,
         description="Number of windows from one checkpoint to the next.",
     )
-    lease: Duration = Field(
-        title="Lease timeout",
+    lease_timeout: Duration = Field(
         default=timedelta(minutes=1),
         ge=MIN_TTL,
         le=MAX_TTL,

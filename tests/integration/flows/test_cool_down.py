@@ -78,7 +78,7 @@ def start(spec: StoreSpec, tmp_path: Path) -> Iterator[Start]:
         "epoch": 0,
         "source": {"url": (tmp_path / "disk").as_uri(), "job": "trained"},
         "members": len(NAMES),
-        "ttl": "PT3S",
+        "lease_timeout": "PT3S",
         "seed": SEED,
     }
 

@@ -222,7 +222,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
 
 def take_lease(store: Store, settings: AggregatorSettings) -> None:
     """Begin the next term, as another process does after the lease has ended."""
-    term = LeaseTerm(holder=Holder.describe_this_process(), ttl=settings.lease)
+    term = LeaseTerm(holder=Holder.describe_this_process(), ttl=settings.lease_timeout)
     commit_once(store, LeaseKeys(settings.run.chain_keys.job, "aggregator").make_term_key(1), term)
 
 

@@ -24,11 +24,11 @@ from millrace.gradients import (
     select_weights,
 )
 from millrace.gradients.progress_events import RosterChanged, WorkersAwaited
-from millrace.gradients.settings import WindowOpening
 from millrace.gradients.sync.registrations import register
 from millrace.progress import Event
 from millrace.records import commit_once, encode_record, fetch
 from millrace.schemas.registration import LARGEST_NUMBER, Registration, RosterStatus
+from millrace.schemas.window import WindowOpening
 from millrace.storage import Store, list_objects, open_store, put
 from tests.stores import make_spec
 

@@ -35,11 +35,11 @@ from millrace.gradients import (
     merge_windows,
     select_weights,
 )
-from millrace.gradients.settings import WindowOpening
 from millrace.gradients.sync import chain_follower
 from millrace.gradients.sync import participant as participant_module
 from millrace.records import commit_once, fetch
 from millrace.schemas.merge import MergeRule, MergeSettings
+from millrace.schemas.window import WindowOpening
 from millrace.storage import Store, delete, exists, open_store, put
 
 WINDOWS = 4

@@ -23,12 +23,12 @@ from millrace.gradients.merging.scores import read_newest_scores
 from millrace.gradients.progress_events import WindowScored
 from millrace.gradients.scoring.scorer import iterate_scores, score_run
 from millrace.gradients.scoring.settings import ScorerOptions
-from millrace.gradients.settings import GatherSettings, WindowOpening
 from millrace.gradients.weights import save_weights
 from millrace.keys.gradients import ChainKeys
 from millrace.records import commit_once, digest_record, fetch
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.scores import WindowScores
+from millrace.schemas.window import GatherSettings, WindowOpening
 from millrace.storage import Store, delete, open_store, put, read
 from tests.support.scored_run import ScoredRun
 

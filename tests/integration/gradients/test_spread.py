@@ -45,7 +45,7 @@ from millrace.gradients.backends.weight_shard import WeightShard
 from millrace.gradients.codec.gradient_object import Shapes
 from millrace.gradients.codec.shared_indices import Mask
 from millrace.gradients.merging.merge import group_tensors
-from millrace.schemas.chain import MergedWorker
+from millrace.schemas.chain import TakenGradient
 from millrace.storage import Store, head, list_objects, open_store, put, read
 from tests.ray_cluster import RayCluster
 from tests.unit.gradients.test_codec import drawn
@@ -59,7 +59,7 @@ SHAPES = {
     "layer.weight": (70, 65),
 }
 UIDS = ("a", "b", "c", "d", "e", "f")
-VALUES = 2000  # of an object: the tensors make three
+WEIGHTS_PER_OBJECT = 2000  # the tensors make three
 WINDOWS = 2
 
 
@@ -68,7 +68,7 @@ def settings_of(rule: MergeRule, outer: OuterKind, codec: Codec) -> RunSettings:
         run="runs/one",
         codec=codec,
         outer=OuterOptimizer(kind=outer, lr=0.5),
-        merge=MergeSettings(rule=rule, faulty=1, values=VALUES),
+        merge=MergeSettings(rule=rule, faulty=1, weights_per_object=WEIGHTS_PER_OBJECT),
         gather=GatherSettings(poll_interval=timedelta(milliseconds=10), quorum=0, wanted=len(UIDS)),
         window_length=timedelta(hours=1),
         steps=5,
@@ -135,7 +135,7 @@ def updates(store: Store, run: RunSettings) -> dict[str, bytes]:
     return {key: read(store, key) for key in found}
 
 
-def drop_times(link: ChainLink) -> dict[str, MergedWorker]:
+def drop_times(link: ChainLink) -> dict[str, TakenGradient]:
     """Return the merged workers of a link without the times of their uploads."""
     return {uid: one.model_copy(update={"written": None}) for uid, one in link.taken.items()}
 
@@ -159,7 +159,7 @@ def test_the_number_of_portions_does_not_change_a_byte(tmp_path, rule, outer, co
     assert [len(link.updates) for link in alone] == [3, 3]
     for nodes, count in ((2, 2), (8, 3)):
         store = open_store((tmp_path / str(count)).as_uri())
-        shares = divide_tensors(SHAPES, group_tensors(SHAPES, VALUES), nodes)
+        shares = divide_tensors(SHAPES, group_tensors(SHAPES, WEIGHTS_PER_OBJECT), nodes)
         assert len(shares) == count
         made = run_windows(store, run, shares)
         assert [link.state for link in made] == [link.state for link in alone]

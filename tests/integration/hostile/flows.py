@@ -587,7 +587,7 @@ def _forge(site: Site) -> None:
     link = envelope["record"]
     update = link["updates"][0]
     match site.dice.choice(
-        ["size", "shapes", "names", "key", "bomb", "lr", "state", "taken", "weight"]
+        ["size", "shapes", "names", "key", "bomb", "lr", "state", "taken", "sum_factor"]
     ):
         case "size":
             update["size"] = 5 << 30
@@ -610,8 +610,8 @@ def _forge(site: Site) -> None:
             site.plant([Junk(Kind.CHAIN, update["key"], body)])
         case "lr":
             link["outer"]["lr"] = 1e30
-        case "weight":
-            next(iter(link["taken"].values()))["weight"] = 1e300
+        case "sum_factor":
+            next(iter(link["taken"].values()))["sum_factor"] = 1e300
         case "state":
             link["state"] = "blake3:" + "0" * 64
         case _:

@@ -53,7 +53,7 @@ def make_plan_settings(
                 "gather": {"poll_interval": "PT0.3S", "quorum": WORKERS},
             },
             "cooldown": {"time": "PT1M"},
-            "aggregation": {"lease": "PT5S"},
+            "aggregation": {"lease_timeout": "PT5S"},
         },
         "publish": {"job": f"{name}/final", "bucket": bucket},
     }

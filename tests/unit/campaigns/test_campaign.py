@@ -61,7 +61,7 @@ def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place:
 def test_an_aggregator_stops_at_the_first_idle_window(
     make_training: MakeTraining, place: StoreSpec
 ) -> None:
-    training = make_training(aggregation={"idle": 4, "every": 5, "lease": "9s"})
+    training = make_training(aggregation={"idle": 4, "every": 5, "lease_timeout": "9s"})
     settings = training.limit_aggregation(3)
     assert (settings.until, settings.idle, settings.max_windows) == (3, 1, None)
     kept = {

@@ -34,7 +34,7 @@ from millrace.gradients import (
 from millrace.gradients.merging.links import read_link
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.records import commit_once, digest_record
-from millrace.schemas.chain import MergedWorker
+from millrace.schemas.chain import TakenGradient
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, delete, open_store, put
 from tasks.campaign_tasks import describe_campaign
@@ -77,9 +77,9 @@ class Aggregator:
         is_taken = self.windows[self.newest] == "t"
         before = read_link(store, chain, self.newest)
         self.newest += 1
-        worker = MergedWorker(
+        worker = TakenGradient(
             scale=1,
-            weight=1,
+            sum_factor=1,
             share=1,
             norm=1,
             digest=compute_digest(b""),

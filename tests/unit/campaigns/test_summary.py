@@ -28,7 +28,7 @@ from millrace.rentals.life_signs import LifeSigns
 from millrace.rentals.messages import MachineHeartbeat
 from millrace.rentals.state import RentalState
 from millrace.rentals.takeover import list_own_attempts, take_over_machines
-from millrace.schemas.chain import MergedWorker
+from millrace.schemas.chain import TakenGradient
 from millrace.schemas.rental import Contract, MoneyLimits, ReleaseReason
 from millrace.storage import Store, StoreSpec, list_objects, put
 from tests.support.campaigns.training import MakeTraining
@@ -64,7 +64,7 @@ def test_a_summary_holds_one_window_at_a_time(
     monkeypatch: pytest.MonkeyPatch, place: StoreSpec, store: Store, make_training: MakeTraining
 ) -> None:
     def iterate_links(*_: Any) -> Iterator[ChainLink]:
-        worker = MergedWorker.model_construct(size=10)
+        worker = TakenGradient.model_construct(size=10)
         for window in range(1, 2001):
             names = tuple(f"layers.{window}.{number}" for number in range(200))
             yield ChainLink.model_construct(

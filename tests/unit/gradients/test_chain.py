@@ -347,13 +347,13 @@ def test_a_link_of_an_earlier_version_is_refused_with_a_sentence(broken):
     put(broken.store, KEYS.make_link_key(2), json.dumps(envelope).encode())
     refused(
         broken,
-        "Window 2 of runs/one: .* holds a chain-link of version 3. This Millrace reads version 6",
+        "Window 2 of runs/one: .* holds a chain-link of version 3. This Millrace reads version 7",
     )
 
 
 def test_a_link_is_applied_wholly_or_not_at_all(store):
     run = run_of(store)
-    run.rule = MergeSettings(rule=MergeRule.MEAN, values=2000)
+    run.rule = MergeSettings(rule=MergeRule.MEAN, weights_per_object=2000)
     link = run.merge_window(1)
     assert len(link.updates) > 1
     key = link.updates[-1].key

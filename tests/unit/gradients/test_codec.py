@@ -261,9 +261,9 @@ def test_what_nobody_took_is_kept(transform):
 
 
 def test_the_memory_decays_and_can_be_saved():
-    feedback = ErrorFeedback(Codec(k=1), decay=0.5)
+    feedback = ErrorFeedback(Codec(k=1), residual_factor=0.5)
     feedback.compress("w", torch.tensor([4.0, 2.0]))
-    again = ErrorFeedback(Codec(k=1), decay=0.5)
+    again = ErrorFeedback(Codec(k=1), residual_factor=0.5)
     again.load_state_dict(feedback.state_dict())
     for one in (feedback, again):
         one.compress("w", torch.tensor([0.0, 0.25]))

@@ -48,7 +48,7 @@ OPEN = GatherWindow(
     opens=NOW - timedelta(hours=1),
     closes=NOW + timedelta(hours=1),
 )
-HEDGED = replace(OPEN, opens=NOW - timedelta(hours=9))
+RESERVES_DUE = replace(OPEN, opens=NOW - timedelta(hours=9))
 OVER = replace(OPEN, closes=datetime.now(UTC) - timedelta(seconds=1))
 
 
@@ -266,7 +266,7 @@ def test_reserves_stand_in_for_who_is_bad_without_waiting(store):
 def test_reserves_are_read_before_the_deadline_when_others_are_late(store):
     for uid in (0, 8, 7):
         send(store, str(uid))
-    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
+    found = gather(RESERVES_DUE, workers(store, 0, 1), QUICK, reserves=workers(store, 7, 8))
     assert list(found.taken) == ["0", "7"]
     assert found.spare == ("8",)
 
@@ -274,7 +274,7 @@ def test_reserves_are_read_before_the_deadline_when_others_are_late(store):
 def test_whoever_was_asked_first_counts_before_reserves(store):
     for uid in (0, 1, 7):
         send(store, str(uid))
-    found = gather(HEDGED, workers(store, 0, 1), QUICK, reserves=workers(store, 7))
+    found = gather(RESERVES_DUE, workers(store, 0, 1), QUICK, reserves=workers(store, 7))
     assert list(found.taken) == ["0", "1"]
 
 
@@ -301,7 +301,7 @@ def test_a_complete_window_waits_for_who_warms_up_until_half_of_its_time(store):
 
     found = gather(early, workers(store, 0), QUICK, observed=workers(store, 7), progress=send_later)
     assert found.excluded["7"].reason is ExclusionReason.WARM_UP
-    found = gather(HEDGED, workers(store, 0), QUICK, observed=workers(store, 8))
+    found = gather(RESERVES_DUE, workers(store, 0), QUICK, observed=workers(store, 8))
     assert set(found.taken) == {"0"}
     assert found.excluded["8"].reason is ExclusionReason.MISSING
 
@@ -310,7 +310,7 @@ def test_a_copy_by_who_warms_up_is_out(store):
     send(store, "0")
     send(store, "7", made(uid="7", bodies=bodies(seed=0)))
     age(store, "0", NOW - timedelta(minutes=5))
-    found = gather(HEDGED, workers(store, 0), QUICK, observed=workers(store, 7))
+    found = gather(RESERVES_DUE, workers(store, 0), QUICK, observed=workers(store, 7))
     assert set(found.taken) == {"0"}
     assert found.excluded["7"].reason is ExclusionReason.DUPLICATE
 

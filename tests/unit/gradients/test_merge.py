@@ -166,10 +166,10 @@ def test_scores_weigh_workers_beside_an_even_share():
     factors = compute_worker_factors(checked, settings, scores=scores)
     expected = {first: 0.05 + 0.6, second: 0.05 + 0.2, **dict.fromkeys(others, 0.05)}
     assert factors.shares.tolist() == pytest.approx([expected[uid] for uid in factors.workers])
-    assert factors.in_sum.tolist() == pytest.approx(factors.shares.tolist())
+    assert factors.sum_factors.tolist() == pytest.approx(factors.shares.tolist())
     for none in (None, {}, {"gone": 1.0}, dict.fromkeys(checked, 0.0)):
         even = compute_worker_factors(checked, settings, scores=none)
-        assert even.in_sum.tolist() == [0.25] * 4
+        assert even.sum_factors.tolist() == [0.25] * 4
 
 
 @pytest.mark.parametrize("rule", [MergeRule.MEDIAN, MergeRule.TRIMMED])

@@ -26,13 +26,13 @@ from millrace.gradients import (
 from millrace.gradients.backends.rank_group import RankGroup
 from millrace.gradients.backends.ranks import RankedWeights
 from millrace.gradients.progress_events import LinkApplied
-from millrace.gradients.settings import WindowOpening, WindowOptions
 from millrace.gradients.sync import chain_follower
 from millrace.gradients.sync.chain_follower import ChainFollower
 from millrace.gradients.sync.change_compressor import ChangeCompressor
 from millrace.gradients.sync.model_tensors import ModelTensors
 from millrace.progress import Event
 from millrace.records import commit_once
+from millrace.schemas.window import WindowOpening, WindowOptions
 from millrace.storage import Store, open_store
 
 RANKS = RankGroup()

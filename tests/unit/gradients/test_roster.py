@@ -8,15 +8,15 @@ import pytest
 from millrace.gradients import Codec, OuterOptimizer, RegistrationSettings
 from millrace.gradients.sync import roster as roster_module
 from millrace.gradients.sync.roster import update_roster
-from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, MergedWorker
+from millrace.schemas.chain import ChainLink, ChainStart, ExcludedWorker, TakenGradient
 from millrace.schemas.gradient import ExclusionReason
 from millrace.schemas.merge import MergeSettings
 from millrace.schemas.registration import Registration, RosterEntry, RosterStatus
 
 START = ChainStart(run="runs/one", job="trained", step=0, root="root", state="state")
 SETTINGS = RegistrationSettings(warm_up=2, missed=3, most=4)
-MERGED = MergedWorker(
-    scale=1, weight=1, share=1, norm=1, digest=f"blake3:{'0' * 64}", size=1, tokens=0,
+MERGED = TakenGradient(
+    scale=1, sum_factor=1, share=1, norm=1, digest=f"blake3:{'0' * 64}", size=1, tokens=0,
     written=datetime(2026, 1, 1, tzinfo=UTC),
 )  # fmt: skip
 Roster = dict[str, RosterEntry]

@@ -185,9 +185,9 @@ def test_different_indices_are_refused_where_the_rule_needs_the_same(store):
         list(iterate_updates(store, changed))
 
 
-def test_weights_of_workers_are_limited(store):
+def test_factors_of_workers_are_limited(store):
     link = run_of(store, Codec(k=64)).merge_window(1)
-    for name in ("scale", "weight", "share"):
+    for name in ("scale", "sum_factor", "share"):
         changed = link.model_dump(mode="json")
         changed["taken"]["0"][name] = 1e30
         with pytest.raises(ValueError, match="less than or equal to"):

@@ -16,7 +16,7 @@ from millrace.gradients import (
     OuterOptimizer,
 )
 from millrace.records import commit_once
-from millrace.schemas.chain import ExcludedWorker, MergedWorker, UpdateEntry
+from millrace.schemas.chain import ExcludedWorker, TakenGradient, UpdateEntry
 from millrace.storage import open_store
 from tasks.merging import describe_windows, make_result
 from tasks.plot import draw_windows
@@ -28,9 +28,9 @@ def link(
     window: int, norms: dict[str, float], out: dict[str, ExcludedWorker] | None = None
 ) -> ChainLink:
     taken = {
-        uid: MergedWorker(
+        uid: TakenGradient(
             scale=1,
-            weight=0.5,
+            sum_factor=0.5,
             share=0.5,
             norm=norm,
             digest=DIGEST,

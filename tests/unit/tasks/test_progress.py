@@ -19,6 +19,7 @@ from millrace.gradients.progress_events import (
     GradientRefused,
     LinkApplied,
     QuotaExceeded,
+    RosterChanged,
     WindowMerged,
 )
 from millrace.rentals.progress_events import MachineReady, MachineReleased, RentalCostUpdated
@@ -142,6 +143,34 @@ def test_windows_and_who_came_to_the_open_one_are_counted() -> None:
         "1 window merged by this run, the last is 7; to the next 0 of 3 workers came."
     )
     assert sum(counting.bytes_by_second.values()) == 1000
+
+
+@pytest.mark.parametrize(
+    ("named", "registered", "came"),
+    [
+        (0, 4, "3 of 4 workers"),
+        (2, 4, "3 of 6 workers"),
+        (0, 0, "3 gradients"),
+        (2, 0, "3 gradients"),
+    ],
+)
+def test_the_workers_that_came_are_counted_among_named_and_registered_ones(
+    named: int, registered: int, came: str
+) -> None:
+    with disable_run_logger():
+        counting = WindowProgress("progress-aggregate", workers=named)
+        if registered:
+            counting(
+                RosterChanged(
+                    run="runs/one", window=1, active=registered, joined=tuple("abcd"),
+                    counting=(), left=(), removed=(),
+                )
+            )  # fmt: skip
+        for uid in "abc":
+            counting(GradientAccepted(uid=uid, size=1000, norm=1.0))
+    assert counting.sentence == (
+        f"0 windows merged by this run, the last is 0; to the next {came} came."
+    )
 
 
 def test_a_worker_that_stores_too_much_is_warned_of_once_until_it_is_twice_as_much(

@@ -41,7 +41,7 @@ if sys.argv[1] == "pages":
     let_hang(pages, "read_rows", lambda _, file, *__: file.path == loader.paths[wanted[0].file])
     samples = loader.read(wanted)
 else:
-    loader = ShardLoader(sys.argv[2], "d", streams=1, window=10, cache=sys.argv[3])
+    loader = ShardLoader(sys.argv[2], "d", streams=1, shuffle_window=10, cache=sys.argv[3])
     keys = []
     let_hang(copy_reader, "read_range", lambda _, key, *__: keys.append(key) or key == keys[0])
     samples = iter(loader)

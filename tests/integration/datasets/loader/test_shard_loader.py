@@ -253,7 +253,7 @@ def test_a_shard_that_is_replaced_in_the_epoch_is_an_error_that_names_it(
     stored: StoreSpec,
 ) -> None:
     store = open_store(stored)
-    loader = ShardLoader(stored, DATASET, format="litdata", shuffle=False, window=10)
+    loader = ShardLoader(stored, DATASET, format="litdata", shuffle=False, shuffle_window=10)
     iterator = iter(loader)
     next(iterator)
     key = loader.table.shards[-1].key

@@ -197,7 +197,7 @@ def test_each_sample_is_received_once(
     folder: Path, plans: list[Incarnation], seed: int, window: int, one: bool
 ) -> None:
     options = {
-        "seed": seed, "streams": STREAMS, "window": window, "remainder": "keep",
+        "seed": seed, "streams": STREAMS, "shuffle_window": window, "remainder": "keep",
         "format": "webdataset" if one else "mds",
     }  # fmt: skip
     received = run(f"{folder}/texts", plans, options, all_states=True)
@@ -210,7 +210,7 @@ def test_each_sample_is_received_once(
 def test_ranks_end_together_and_one_rank_knows_the_state_of_all(
     folder: Path, plans: list[Incarnation], seed: int, rule: str
 ) -> None:
-    options = {"seed": seed, "streams": STREAMS, "window": 2, "remainder": rule}
+    options = {"seed": seed, "streams": STREAMS, "shuffle_window": 2, "remainder": rule}
     received, ended = run_each(f"{folder}/texts", plans, options, all_states=False)
     verdict = judge_epoch(Folder(folder), "texts", get_pairs(received))
     assert not verdict.problems
@@ -243,7 +243,7 @@ def test_outputs_of_a_transform_are_received_once(
             return {"made": f"{number}"}
         return [{"made": f"{number}/{part}"} for part in range(number % 5)]
 
-    options = {"streams": STREAMS, "window": window, "transform": transform}
+    options = {"streams": STREAMS, "shuffle_window": window, "transform": transform}
     received = run(f"{folder}/texts", plans, options, all_states=True)
     expected = Counter[str]()
     for number in range(TOTAL):
@@ -259,7 +259,7 @@ def test_outputs_of_a_transform_are_received_once(
 def test_packed_tokens_are_received_once(
     folder: Path, plans: list[Incarnation], length: int
 ) -> None:
-    options = {"streams": STREAMS, "window": 3, "pack": length}
+    options = {"streams": STREAMS, "shuffle_window": 3, "pack": length}
     received = run(f"{folder}/tokens", plans, options, all_states=True)
     assert all(len(sample["tokens"]) == length for sample in received)
     tokens = Counter(int(token) for sample in received for token in sample["tokens"])
@@ -279,7 +279,7 @@ def test_packed_tokens_are_received_once(
 def test_a_state_gives_the_same_samples_each_time_it_is_loaded(
     folder: Path, count: int, seed: int, window: int, case: str
 ) -> None:
-    options: dict[str, Any] = {"seed": seed, "streams": 4, "window": window}
+    options: dict[str, Any] = {"seed": seed, "streams": 4, "shuffle_window": window}
     name = "texts"
     if case == "transform":
         options["transform"] = lambda sample: [sample] * (len(sample["txt"]) % 3)
@@ -308,7 +308,12 @@ def describe(sample: Mapping[str, Any]) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_the_order_of_all_ranks_together_is_that_of_one(folder: Path, world_size: int) -> None:
-    options: dict[str, Any] = {"seed": 1, "streams": STREAMS, "window": 3, "remainder": "keep"}
+    options: dict[str, Any] = {
+        "seed": 1,
+        "streams": STREAMS,
+        "shuffle_window": 3,
+        "remainder": "keep",
+    }
     alone = get_pairs(list(ShardLoader(f"{folder}/texts", **options)))
     ranks = [
         get_pairs(list(ShardLoader(f"{folder}/texts", rank=n, world_size=world_size, **options)))
@@ -319,7 +324,7 @@ def test_the_order_of_all_ranks_together_is_that_of_one(folder: Path, world_size
 
 
 def test_each_epoch_has_an_order_of_its_own(folder: Path) -> None:
-    loader = ShardLoader(f"{folder}/texts", streams=4, window=3)
+    loader = ShardLoader(f"{folder}/texts", streams=4, shuffle_window=3)
     epochs = [get_pairs(list(loader)) for _ in range(3)]
     assert loader.epoch == 3
     assert len({tuple(one) for one in epochs}) == 3
@@ -329,9 +334,9 @@ def test_each_epoch_has_an_order_of_its_own(folder: Path) -> None:
 
 
 def test_an_iteration_goes_on_where_the_last_one_stopped(folder: Path) -> None:
-    loader = ShardLoader(f"{folder}/texts", streams=4, window=3)
+    loader = ShardLoader(f"{folder}/texts", streams=4, shuffle_window=3)
     first = get_pairs(list(itertools.islice(loader, 20)))
     loader.set_epoch(0)
     assert sorted(first + get_pairs(list(loader))) == sorted(
-        get_pairs(list(ShardLoader(f"{folder}/texts", streams=4, window=3)))
+        get_pairs(list(ShardLoader(f"{folder}/texts", streams=4, shuffle_window=3)))
     )

@@ -20,13 +20,13 @@ Sample = tuple[int, int]
 
 
 def make_order(total: int) -> EpochOrder:
-    return EpochOrder([total], seed=1, epoch=0, streams=STREAMS, window=4, shuffle=True)
+    return EpochOrder([total], seed=1, epoch=0, streams=STREAMS, shuffle_window=4, shuffle=True)
 
 
 def make_state() -> LoaderState:
     return LoaderState(
-        manifest="", split="train", seed=1, epoch=0, streams=STREAMS, window=4, shuffle=True,
-        transform=False, pack=None,
+        manifest="", split="train", seed=1, epoch=0, streams=STREAMS, shuffle_window=4,
+        shuffle=True, transform=False, pack=None,
     )  # fmt: skip
 
 

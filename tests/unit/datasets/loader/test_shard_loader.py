@@ -72,9 +72,9 @@ def make(url: str) -> Make:
         ({"rank": 2, "world_size": 2, "streams": 2}, "`rank` is 2"),
         ({"batch_size": 0}, "`batch_size` is at least 1"),
         ({"pack": 0, "pack_field": "txt"}, "`pack` is at least 1"),
-        ({"window": 0}, "`window` is at least 1"),
-        ({"window": -1}, "`window` is at least 1"),
-        ({"window": 1.5}, "window: Input should be a valid integer"),
+        ({"shuffle_window": 0}, "`shuffle_window` is at least 1"),
+        ({"shuffle_window": -1}, "`shuffle_window` is at least 1"),
+        ({"shuffle_window": 1.5}, "shuffle_window: Input should be a valid integer"),
         ({"buffer_bytes": -1}, "`buffer_bytes` is at least 0"),
         ({"seed": 1.5}, "The arguments of the loader: seed: Input should be a valid integer"),
         ({"pack": 4}, "The format tokens takes one field"),
@@ -132,7 +132,7 @@ def test_the_default_is_as_many_streams_as_the_buffer_has_room_for_samples(url: 
     assert count_streams(1, world_size=16) == 16
     assert count_streams(1, world_size=32) == 32
     assert count_streams(1, streams=8) == 8
-    assert count_streams(1, window=3) == 64
+    assert count_streams(1, shuffle_window=3) == 64
     saved = ShardLoader(url, "large", streams=8).state_dict()
     loader = ShardLoader(url, "large", buffer_bytes=len(body))
     loader.load_state_dict(saved)
@@ -226,10 +226,10 @@ def test_a_damaged_state_is_refused(make: Make) -> None:
 
 
 def test_a_state_that_is_refused_changes_nothing(make: Make) -> None:
-    other = make(streams=4, window=5, world_size=2, remainder="keep")
+    other = make(streams=4, shuffle_window=5, world_size=2, remainder="keep")
     next(iter(other))
-    share, alone = other.state_dict(), make(streams=4, window=5).state_dict()
-    loader, same = (make(streams=2, window=3) for _ in range(2))
+    share, alone = other.state_dict(), make(streams=4, shuffle_window=5).state_dict()
+    loader, same = (make(streams=2, shuffle_window=3) for _ in range(2))
     iterator = iter(loader)
     received = [next(iterator)]
     for refused in (share, {**alone, "position": 21}):
@@ -269,7 +269,7 @@ def test_the_states_of_all_ranks_are_needed_where_ranks_differ(make: Make) -> No
 def test_ranks_that_were_at_different_places_need_the_states_of_all_under_another_rule(
     make: Make, rule: str
 ) -> None:
-    options: dict[str, Any] = {"streams": 4, "world_size": 2, "window": 2}
+    options: dict[str, Any] = {"streams": 4, "world_size": 2, "shuffle_window": 2}
     received, states = list[str](), list[dict[str, Any]]()
     for rank, count in enumerate((3, 6)):
         loader = make(rank=rank, remainder="keep", **options)
@@ -283,7 +283,7 @@ def test_ranks_that_were_at_different_places_need_the_states_of_all_under_anothe
     assert ranks[0].state_dict() == ranks[1].state_dict()
     received += [sample["__key__"] for sample in itertools.islice(ranks[0], 2)]
     received += [sample["__key__"] for sample in itertools.islice(ranks[1], 2)]
-    alone = make(streams=4, window=2)
+    alone = make(streams=4, shuffle_window=2)
     alone.load_state_dict(ranks[0].state_dict())
     received += [sample["__key__"] for sample in alone]
     assert sorted(received) == sorted(f"k{n}" for n in range(sum(SIZES)))
@@ -315,9 +315,13 @@ def test_a_warning_has_the_samples_that_ranks_leave_out_or_repeat_after_workers(
 
 
 def test_a_state_has_its_own_streams_and_window(make: Make) -> None:
-    state = make(streams=4, window=3).state_dict()
-    loader = make(streams=2, window=1)
+    state = make(streams=4, shuffle_window=3).state_dict()
+    loader = make(streams=2, shuffle_window=1)
     loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    older = {**state, "window": state["shuffle_window"]}  # as in a state of an older version
+    del older["shuffle_window"]
+    loader.load_state_dict(older)
     assert loader.state_dict() == state
     with pytest.raises(errors.ConfigurationError, match="4 streams, which cannot be dealt"):
         make(streams=3, world_size=3).load_state_dict(state)
@@ -340,8 +344,10 @@ def test_an_iteration_that_has_failed_does_not_look_ended(
 ) -> None:
     from torch.utils.data import DataLoader
 
-    loader = ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10, batch_size=batch_size)
-    expected = list(ShardLoader(mirrors[1].as_uri(), "d", streams=1, window=10))
+    loader = ShardLoader(
+        mirrors[1].as_uri(), "d", streams=1, shuffle_window=10, batch_size=batch_size
+    )
+    expected = list(ShardLoader(mirrors[1].as_uri(), "d", streams=1, shuffle_window=10))
     opened: list[int] = []
     open_shard = ShardFetcher.open
 
@@ -573,7 +579,7 @@ def test_an_iteration_that_ends_early_fetches_no_more_and_lends_nothing(
     monkeypatch.setattr(DatasetFiles, name, fetch_late)
     cache = DiskCache(tmp_path / "cache", 1 << 30) if is_cached else None
     urls = [mirrors[1].as_uri(), mirrors[2].as_uri()]
-    loader = ShardLoader(urls, "d", streams=1, window=10, cache=cache)
+    loader = ShardLoader(urls, "d", streams=1, shuffle_window=10, cache=cache)
     samples = iter(loader)
     next(samples)
     assert begun.wait(60)

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from millrace.datasets.loader.readers import DecodeRows
-from millrace.datasets.loader.window_queue import WindowQueue
+from millrace.datasets.loader.window_queue import ShuffleWindowQueue
 from millrace.threads import DaemonThreadPool
 
 
@@ -20,7 +20,7 @@ def test_no_window_is_loaded_after_the_end_of_the_iteration() -> None:
         return []
 
     pool = DaemonThreadPool(1, "windows")
-    queue = WindowQueue(load, range(9), depth=3, pool=pool)
+    queue = ShuffleWindowQueue(load, range(9), depth=3, pool=pool)
     assert begun.wait(60)
     pool.shutdown()
     go_on.set()
