@@ -5,9 +5,10 @@ import json
 import random
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pytest
@@ -24,24 +25,29 @@ from tests.oracle import (
     compute_weights_digest,
     judge,
     judge_checkpoints,
+    judge_epoch,
     read_checkpoints,
 )
 from tests.soak.formats import make_format_sources
-from tests.soak.source_data import make_columns
+from tests.soak.source_data import SourceData, make_columns
 
 MIB = 1 << 20
 SIZES = (3 * MIB, MIB + 5, 7)
 
 
-def make_shard(number: int, size: int) -> bytes:
-    """Return a shard with one sample of random text."""
+def make_tar(members: Iterable[tuple[str, bytes]]) -> bytes:
     body = io.BytesIO()
     with tarfile.open(fileobj=body, mode="w") as tar:
-        for name, data in (("a.id", b"a"), ("a.txt", random.Random(number).randbytes(size))):
+        for name, data in members:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return body.getvalue()
+
+
+def make_shard(number: int, size: int) -> bytes:
+    """Return a shard with one sample of random text."""
+    return make_tar([("a.id", b"a"), ("a.txt", random.Random(number).randbytes(size))])
 
 
 FILES = [make_shard(number, size) for number, size in enumerate(SIZES)]
@@ -175,16 +181,22 @@ def swap_counts(manifest: dict[str, Any]) -> None:
     manifest["samples"] = {"train": val, "val": train}
 
 
-def test_wrong_splits_and_quarantined_rows_are_found(tmp_path):
-    source = make_columns(tmp_path / "source", random.Random(1))
+def shard_columns(folder: Path) -> SourceData:
+    """Make a dataset ``d`` of JSON lines in the folder ``store``, and return its source."""
+    source = make_columns(folder / "source", random.Random(1))
     settings = {
         "dataset": "d",
         "source": {**source.source, "url": source.folder.as_uri()},
-        "store": {"url": (tmp_path / "store").as_uri()},
+        "store": {"url": (folder / "store").as_uri()},
         "sharding": source.sharding,
         "execution": {"workers": 0, "max_quarantined": 0.2},
     }
     shard_dataset(PipelineSettings.model_validate(settings))
+    return source
+
+
+def test_wrong_splits_and_quarantined_rows_are_found(tmp_path):
+    source = shard_columns(tmp_path)
 
     def find_problems(bad_rows: Counter[str] = source.bad_rows, share: float = 0.15) -> list[str]:
         verdict = judge(
@@ -207,6 +219,63 @@ def test_wrong_splits_and_quarantined_rows_are_found(tmp_path):
     assert len(find_problems(other_row)) == 1
     assert len(find_problems(share=0.5)) == 1
     assert find_problems() == []
+
+
+def read_members(shard: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(shard) as tar:
+        return [(one.name, cast("IO[bytes]", tar.extractfile(one)).read()) for one in tar]
+
+
+def test_lost_and_doubled_rows_are_counted(tmp_path):
+    source = shard_columns(tmp_path)
+
+    def count() -> tuple[int, int]:
+        verdict = judge(
+            Folder(tmp_path / "store"), "d", rows=source.rows, bad_rows=source.bad_rows,
+            reference=None, val_share=0.15,
+        )  # fmt: skip
+        assert verdict.is_correct == (verdict.lost == verdict.duplicated == 0)
+        return verdict.lost, verdict.duplicated
+
+    assert count() == (0, 0)
+    shard = min((tmp_path / "store/d/shards/webdataset/train").glob("*.tar"))
+    original, (first, second, *others) = shard.read_bytes(), read_members(shard)
+    assert {Path(first[0]).suffix, Path(second[0]).suffix} == {".id", ".txt"}
+    changed = [(n, body[:-1] + b"~" if n.endswith(".txt") else body) for n, body in (first, second)]
+    for members, found in (
+        (others, (1, 0)),
+        ([first, second, *others, first, second], (0, 1)),
+        ([*changed, *others], (1, 1)),
+        ([*changed, *others, *changed], (1, 2)),
+    ):
+        shard.write_bytes(make_tar(members))
+        assert count() == found
+    shard.unlink()
+    assert count() == (len(others) // 2 + 1, 0)
+    shard.write_bytes(original)
+    assert count() == (0, 0)
+
+
+def test_lost_and_doubled_samples_of_an_epoch_are_counted(tmp_path):
+    shard_columns(tmp_path)
+    shards = (tmp_path / "store/d/shards/webdataset/train").glob("*.tar")
+    members = dict(chain.from_iterable(map(read_members, shards)))
+    first, *others = [
+        (name.removesuffix(".txt"), body.decode())
+        for name, body in members.items()
+        if name.endswith(".txt")
+    ]
+    for received, found in (
+        ([first, *others], (0, 0)),
+        (others, (1, 0)),
+        ([first, *others, first], (0, 1)),
+        ([(first[0], "other text"), *others], (1, 1)),
+        ([("other key", first[1]), *others], (1, 1)),
+        ([], (len(others) + 1, 0)),
+    ):
+        verdict = judge_epoch(Folder(tmp_path / "store"), "d", received)
+        assert (verdict.lost, verdict.duplicated) == found
+        assert verdict.is_correct == (found == (0, 0))
 
 
 @pytest.mark.parametrize("fault", ["flipped", "missing", "surplus", "index"])

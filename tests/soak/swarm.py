@@ -44,10 +44,6 @@ class Outcome:
         """Return the report of a host's node."""
         return next(n for n in self.report["nodes"] if n["name"] == host.name)
 
-    def list_ready(self) -> list[str]:
-        """Return the names of the nodes that have all files."""
-        return [node["name"] for node in self.report.get("nodes", []) if node["ready"]]
-
 
 class Swarm:
     """Rig with agents, a store, and a driver on the first host.

@@ -12,8 +12,9 @@ from millrace.audit import probe as probe_destination
 from millrace.audit.permissions import query_permissions
 from millrace.checkpoints import StoreDestination
 from millrace.cli import main
-from millrace.errors import ConfigurationError
-from millrace.storage import Store, StoreSpec, list_objects, open_store
+from millrace.errors import ConfigurationError, CorruptError
+from millrace.keys.probes import make_write_probe_key
+from millrace.storage import Store, StoreSpec, list_objects, open_store, put
 from millrace.testing.credentials import make_credentials
 from millrace.testing.faults import Fault
 from millrace.testing.key import Key
@@ -108,6 +109,43 @@ def test_room_and_time_are_looked_at(tmp_path: Path) -> None:
     slow = probe(store, "job", size=1 << 20, within=timedelta(0))
     assert slow.verdict is ProbeVerdict.TOO_SLOW
     assert slow.expected > 0
+
+
+def test_a_store_that_returns_other_bytes_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 16)
+    key = make_write_probe_key("job", "0" * 16)
+    put(store, key, b"other bytes")  # taken for the object of the probe, whose answer was lost
+    found = probe(store, "job")
+    assert found.verdict is ProbeVerdict.WRONG
+    assert key in found.reason
+    with pytest.raises(CorruptError, match="wrong: "):
+        found.check(store.url)
+
+
+def test_a_folder_in_which_the_job_cannot_be_is_no_yes(tmp_path: Path) -> None:
+    (tmp_path / "job").write_bytes(b"a file")
+    found = probe(open_store(tmp_path.as_uri()), "job")
+    assert found.verdict is ProbeVerdict.UNKNOWN
+    run = CliRunner().invoke(main, ["checkpoint", "probe", tmp_path.as_uri(), "job"])
+    assert run.exit_code == 19, run.output
+
+
+def test_the_exit_codes_are_those_of_the_guide() -> None:
+    assert {verdict: verdict.exit_code for verdict in ProbeVerdict} == {
+        ProbeVerdict.READY: 0,
+        ProbeVerdict.READ_ONLY: 11,
+        ProbeVerdict.DENIED: 12,
+        ProbeVerdict.NOT_FOUND: 13,
+        ProbeVerdict.THROTTLED: 14,
+        ProbeVerdict.UNREACHABLE: 15,
+        ProbeVerdict.WRONG: 16,
+        ProbeVerdict.NO_SPACE: 17,
+        ProbeVerdict.TOO_SLOW: 18,
+        ProbeVerdict.UNKNOWN: 19,
+    }
 
 
 def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:

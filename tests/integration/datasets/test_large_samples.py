@@ -9,12 +9,14 @@ import sys
 import pytest
 import webdataset
 
-from millrace.datasets import PipelineSettings, shard_dataset, verify_dataset
+from millrace.datasets import PipelineSettings, preflight_dataset, shard_dataset, verify_dataset
 from millrace.datasets.formats.webdataset import TarEncoder
 from millrace.datasets.sample import LargeFile, Sample
+from millrace.datasets.sources.local_files import LocalFiles
+from millrace.errors import ConfigurationError
 from millrace.storage import list_objects, open_store, read
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 RUN = """
 import re, sys
 from pathlib import Path
@@ -87,6 +89,45 @@ def test_the_shard_of_a_large_sample_is_what_webdatasets_own_writer_makes(tmp_pa
         writer.close()
         expected.add(hashlib.sha256(target.getvalue()).hexdigest())
     assert made == expected
+
+
+@pytest.mark.parametrize("sizes", [{"a.bin": GIB + 1}, {"a.bin": GIB, "a.txt": 1}])
+def test_a_sample_of_more_than_a_gib_is_refused_before_anything_is_read(
+    tmp_path, monkeypatch, sizes
+):
+    (tmp_path / "source").mkdir()
+    for name, size in sizes.items():
+        (tmp_path / "source" / name).touch()
+        os.truncate(tmp_path / "source" / name, size)
+    settings = PipelineSettings.model_validate(
+        {
+            "dataset": "d",
+            "source": {"kind": "files", "url": (tmp_path / "source").as_uri()},
+            "store": {"url": (tmp_path / "store").as_uri()},
+            "execution": {"workers": 0},
+        }
+    )
+    reads = []
+
+    def note(call):
+        def noted(files, file, *told, **named):
+            reads.append(file.path)
+            return call(files, file, *told, **named)
+
+        return noted
+
+    for name in ("read", "iterate_blocks"):
+        monkeypatch.setattr(LocalFiles, name, note(getattr(LocalFiles, name)))
+    for make in (preflight_dataset, shard_dataset):
+        with pytest.raises(ConfigurationError, match=r"a\.bin: a sample of 1073741825 bytes"):
+            make(settings)
+    os.truncate(tmp_path / "source" / "a.bin", GIB - 1)
+    plan, _ = preflight_dataset(settings)
+    assert len(plan.partitions) == 1  # a shard can be as large as this
+    assert reads == []
+    os.truncate(tmp_path / "source" / "a.bin", 1)
+    preflight_dataset(settings, samples=1)
+    assert sorted(reads) == sorted(sizes)
 
 
 def test_a_buffer_that_a_large_sample_made_grow_shrinks_again():

@@ -11,11 +11,12 @@ import shutil
 import tarfile
 import tracemalloc
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -463,7 +464,7 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
     assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards) + 1
 
 
-def test_no_plan_is_committed_while_another_run_removes_one(settings):
+def test_no_plan_is_committed_while_another_run_removes_one(settings, monkeypatch):
     """The resumed run deletes shards without a commit, such as the first ones of a new run."""
     store = open_store(settings.store)
     clock = StoreClock.read(store, "sets/one", Holder.describe_this_process())
@@ -476,24 +477,31 @@ def test_no_plan_is_committed_while_another_run_removes_one(settings):
         clock,
     )
     assert isinstance(lease, Lease)
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(shard_dataset, changed(settings, execution={"workers": 0}))
-        done, _ = wait([run], 3)
-        there = exists(store, "sets/one/plan.json")
-        lease.release()
-        assert (done, there) == (set(), False)
-        assert run.result(60).samples == 2000
+    plans = []
+
+    def sleep(_: float) -> None:  # as often as the run finds the lease held
+        plans.append(exists(store, "sets/one/plan.json"))
+        if len(plans) == 3:
+            lease.release()
+
+    monkeypatch.setattr("millrace.datasets.plan.time", SimpleNamespace(sleep=sleep))
+    assert shard_dataset(changed(settings, execution={"workers": 0})).samples == 2000
+    assert plans == [False] * 3
     assert not exists(store, "sets/one/plan-removed.json")
 
 
 def test_a_plan_that_a_run_works_by_is_not_replaced(settings):
+    refused: list[Event] = []
+
     def meet(event: Event) -> None:
         if isinstance(event, PartitionOpened) and event.partition == "train-00000":
             with pytest.raises(errors.ConflictError, match=r"A run of .* works on it"):
                 shard_dataset(changed(settings, **OTHER))
+            refused.append(event)
 
     report = shard_dataset(changed(settings, execution={"workers": 0}), progress=meet)
     assert report.samples == 2000
+    assert len(refused) == 1
 
 
 def test_a_run_whose_plan_is_replaced_before_its_lease_commits_nothing(settings):

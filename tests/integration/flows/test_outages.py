@@ -20,7 +20,7 @@ from prefect.states import Crashed
 from millrace.testing.process import REPOSITORY, find_free_ports
 from tests.prefect_server import PrefectServer
 
-AWAY = 180.0  # seconds
+AWAY = 361.0  # seconds; docs/operations.md promises more than 6 minutes
 
 
 class Door:
@@ -86,7 +86,7 @@ def end() -> str:
 
 
 @pytest.mark.soak
-def test_a_run_waits_for_a_server_that_is_away_for_three_minutes(
+def test_a_run_waits_for_a_server_that_is_away_for_more_than_six_minutes(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["definitions"][
@@ -111,7 +111,7 @@ def test_a_run_waits_for_a_server_that_is_away_for_three_minutes(
     retries = int(environment.get("PREFECT_CLIENT_MAX_RETRIES", 5))
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}):
         assert work() == "done"
-    assert AWAY <= sum(waited) < 3 * AWAY
+    assert AWAY <= sum(waited) < 2 * AWAY
 
 
 def test_a_run_that_is_called_crashed_though_it_lives_goes_on_and_completes(

@@ -1,5 +1,7 @@
 """Number of concurrent reads from the store."""
 
+from itertools import pairwise
+
 from millrace.swarm.rates import ReadConcurrency
 
 
@@ -27,15 +29,15 @@ def test_more_reads_are_tried_again_after_a_trial_in_a_bad_moment() -> None:
 
 def test_a_trial_that_brings_nothing_is_repeated_ever_more_rarely() -> None:
     concurrency = ReadConcurrency(8)
-    trials, before = list[int](), 1
+    trials, slots, before = list[int](), list[int](), 1
     now = 0.0
     for number in range(1000):
         now = pass_reads(concurrency, 1, now, 0.1)
         if concurrency.read_slots > before:
             trials.append(number)
+            slots.append(concurrency.read_slots)
         before = concurrency.read_slots
-    assert max(concurrency.read_slots for _ in trials) <= 2
-    assert len(trials) <= 8
-    assert all(
-        b - a > 1.5 * (a - c) for c, a, b in zip(trials[1:], trials[2:], trials[3:], strict=False)
-    )
+    pauses = [later - earlier for earlier, later in pairwise(trials)]
+    assert set(slots) == {2}
+    assert 4 <= len(trials) <= 8
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(pauses))

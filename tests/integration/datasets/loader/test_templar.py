@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -125,6 +125,13 @@ def make_loader(pages: list[Any], *, length: int, pack: bool, batch_size: int = 
     )  # fmt: skip
 
 
+def assert_same_batches(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Check that there are batches, and that they are all the expected ones."""
+    batches, others = list(found), list(expected)
+    assert len(batches) == len(others) > 0
+    assert all(map(np.array_equal, batches, others))
+
+
 @pytest.mark.usefixtures("dataset")
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 2, 6])
@@ -140,8 +147,8 @@ def test_the_batches_are_those_of_templar(
     expected = make_batches(documents, END_ID, batch_size, 64, pack=pack)
     for _ in range(2):  # each iteration begins anew
         found = list(loader)
-        assert len(found) == len(expected) > 3
-        assert all(map(np.array_equal, found, expected))
+        assert len(expected) > 3
+        assert_same_batches(found, expected)
     assert torch.tensor(found[0]).dtype == torch.long
     assert found[0].shape == (batch_size, 64)
 
@@ -156,8 +163,8 @@ def test_a_long_document_goes_on_in_the_next_sequence(
     assert max(map(len, documents)) > 16
     batches = list(make_loader(pages, length=8, pack=pack))
     expected = make_batches(documents, END_ID, 2, 8, pack=pack, truncate=False)
-    assert all(map(np.array_equal, batches, expected))
-    assert len(batches) == len(expected) > len(make_batches(documents, END_ID, 2, 8, pack=pack))
+    assert_same_batches(batches, expected)
+    assert len(expected) > len(make_batches(documents, END_ID, 2, 8, pack=pack))
 
 
 @pytest.mark.usefixtures("dataset")
@@ -175,7 +182,7 @@ def test_a_token_that_begins_documents_is_added_as_transformers_does(
     rows = [text for text in texts["small"][3:103] if text is not None]
     documents = [[END_ID, *ids] for ids in encode(list(rows))]
     expected = make_batches(documents, 5, 1, 16, pack=True, truncate=False)
-    assert all(map(np.array_equal, loader, expected))
+    assert_same_batches(loader, expected)
 
 
 @pytest.mark.usefixtures("dataset")
@@ -184,8 +191,8 @@ def test_the_end_of_one_loader_takes_nothing_from_another() -> None:
     one, other = (make_loader(pages, length=32, pack=True) for _ in range(2))
     expected = list(one)
     del one
-    assert all(map(np.array_equal, other, expected))
-    assert all(map(np.array_equal, make_loader(pages, length=32, pack=True), expected))
+    assert_same_batches(other, expected)
+    assert_same_batches(make_loader(pages, length=32, pack=True), expected)
 
 
 @dataclass
@@ -200,7 +207,7 @@ def test_a_window_is_drawn_and_read_by_one_call() -> None:
     tokenizer = PageTokenizer(BODY, end_token=END)
     loader, pages = asyncio.run(R2DatasetLoader.get_loader(8, Window(), tokenizer, seed=3))
     assert pages == draw_pages(8, 4, 3)
-    assert all(map(np.array_equal, loader, make_loader(pages, length=32, pack=True)))
+    assert_same_batches(loader, make_loader(pages, length=32, pack=True))
     _, one = asyncio.run(R2DatasetLoader.get_loader(8, Window(), tokenizer))
     assert len(one) == 4
 
@@ -233,7 +240,7 @@ def test_a_dataset_of_millrace_is_read_from_a_store_by_the_variables_of_templar(
     loader = make_loader(pages, length=32, pack=True)
     rows = [f"row {n}" for _, row, _ in pages for n in range(row, row + 100)]
     expected = make_batches(encode(list(rows)), END_ID, 2, 32, pack=True)
-    assert all(map(np.array_equal, loader, expected))
+    assert_same_batches(loader, expected)
     R2DatasetLoader.close_all()
     monkeypatch.delenv("R2_DATASET_BUCKET_NAME")
     with pytest.raises(errors.ConfigurationError, match="Set R2_DATASET_BUCKET_NAME, or"):
@@ -244,7 +251,7 @@ def test_a_dataset_of_millrace_is_read_from_a_store_by_the_variables_of_templar(
     ]
     monkeypatch.setenv("R2_DATASET_BUCKET_LIST", json.dumps(listed))
     assert draw_pages(0, 4, 1) == pages
-    assert all(map(np.array_equal, make_loader(pages, length=32, pack=True), expected))
+    assert_same_batches(make_loader(pages, length=32, pack=True), expected)
     R2DatasetLoader.close_all()
     monkeypatch.setenv("R2_DATASET_BUCKET_LIST", "[{}]")
     with pytest.raises(errors.ConfigurationError, match="no list of buckets"):
@@ -272,7 +279,7 @@ def test_a_dataset_of_the_hub_is_read_with_its_index(dataset: Path, hub: HubServ
     assert draw_pages(0, 6, 1) == expected
     loader = make_loader(expected[:2], length=32, pack=True)
     R2DatasetLoader.source = dataset.as_uri()
-    assert all(map(np.array_equal, loader, make_loader(expected[:2], length=32, pack=True)))
+    assert_same_batches(loader, make_loader(expected[:2], length=32, pack=True))
 
 
 def test_a_dataset_that_was_replaced_is_opened_again_by_the_next_call(dataset: Path) -> None:

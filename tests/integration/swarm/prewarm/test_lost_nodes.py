@@ -32,11 +32,12 @@ from tests.support.swarm.swarms import (
 
 def test_a_node_that_dies_costs_only_itself(store, nodes):
     contents = fill(store, "dies")
+    nodes[1] = replaced_by_slow(nodes[1], pause=0.3, stops_after=float("1e9"))  # never ready before
     heard = Heard(0.3, nodes[1].kill)
     report = prewarm(make_settings(store, nodes, **below("dies")), progress=heard)
-    if heard.find(NodeLost):
-        assert [node.ready for node in report.nodes] == [True, False, True]
-        assert "no longer answers" in report.nodes[1].reason or "orders" in report.nodes[1].reason
+    assert [lost.node for lost in heard.find(NodeLost)] == [nodes[1].name]
+    assert [node.ready for node in report.nodes] == [True, False, True]
+    assert "no longer answers" in report.nodes[1].reason or "orders" in report.nodes[1].reason
     assert read_files(nodes[0].root) == read_files(nodes[2].root) == contents
 
 
