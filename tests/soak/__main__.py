@@ -159,10 +159,13 @@ def _run_fuzz(options: argparse.Namespace) -> tuple[bool, str]:
     """Fuzz the parsers in a separate process, because a fault may end the process."""
     command = [sys.executable, "-m", "tests.soak.fuzz", str(options.fuzz), str(options.seed)]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if process.returncode:
-        print(process.stdout.decode(errors="replace"))
-    outcome = "all refused or correct" if not process.returncode else "wrong 1"
-    return not process.returncode, f"gradients and updates fuzzed {options.fuzz}, {outcome}"
+    output = process.stdout.decode(errors="replace")
+    counts = [line for line in output.splitlines() if line.startswith("fuzzed; ")]
+    is_correct = not process.returncode and len(counts) == 1
+    if not is_correct:
+        print(output)
+    outcome = "all refused or correct" if is_correct else "wrong 1"
+    return is_correct, f"{'; '.join(counts) or 'not fuzzed'}; {outcome}"
 
 
 def _run_cleaning(options: argparse.Namespace) -> tuple[bool, str]:
