@@ -64,13 +64,20 @@ def test_heartbeats_are_as_frequent_as_the_machines_of_the_owner_before_need(sto
             time.sleep(0.05)
 
 
-def test_an_owner_that_was_superseded_stops(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def take_over(store: Store) -> None:
+    """Commit the next term of the lease, as another owner does."""
+    holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
+    term = LeaseTerm(holder=holder, ttl=timedelta(minutes=3))
+    commit_once(store, KEYS.lease.make_term_key(1), term)
+
+
+def test_an_owner_that_was_superseded_stops(store: Store) -> None:
     with contextlib.ExitStack() as stack:
         ownership = make_ownership(store)
         ownership.acquire(stack)
         ownership.refuse_if_superseded()
         assert not ownership.is_superseded
-        monkeypatch.setattr(Lease, "is_superseded", lambda _: True)
+        take_over(store)
         with pytest.raises(errors.HeldError, match="Another process has taken over fleet"):
             ownership.refuse_if_superseded()
         assert ownership.is_superseded
@@ -80,13 +87,11 @@ def test_a_superseded_owner_does_not_undo_what_the_next_one_tells_the_machines(
     store: Store,
 ) -> None:
     """It may have been suspended meanwhile, and the next owner may have detached the machines."""
-    holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
     with contextlib.ExitStack() as stack:
         ownership = make_ownership(store)
         ownership.acquire(stack)
         ownership.start_heartbeat(stack)
-        term = LeaseTerm(holder=holder, ttl=timedelta(minutes=3))
-        commit_once(store, KEYS.lease.make_term_key(1), term)
+        take_over(store)
         put(store, KEYS.owner, DETACHED)
         ownership._heartbeat._renew_heartbeat()
         assert read(store, KEYS.owner, max_size=100) == DETACHED
