@@ -51,6 +51,7 @@ from tests.support.demo import run_demo
 from tests.support.web import Site, serve
 
 CASES = 14  # smallest number of cases with faults: each kind of source, plain and in every format
+FAULT_KILLS = CASES // 2  # smallest number of kills beside faults: two of three cases have some
 FORMAT_KILLS = 20  # number of kills of each kind of source in every format
 PLACE_KILLS = 21  # number of kills of each place of sources, in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
@@ -132,6 +133,8 @@ def _run_races(options: argparse.Namespace) -> tuple[bool, str]:
             min(fired.values()) >= MIN_FAULTS
             and min(found.interruptions[at] for at in races.POINTS) > 0
             and 0 < found.early_resumptions < found.stops
+            and found.all_killed > 0
+            and found.with_owner > 0
             and not proxy.count_pending()
         )
         return is_covered and not found.wrong, races.format_summary(found)[-1]
@@ -159,10 +162,13 @@ def _run_fuzz(options: argparse.Namespace) -> tuple[bool, str]:
     """Fuzz the parsers in a separate process, because a fault may end the process."""
     command = [sys.executable, "-m", "tests.soak.fuzz", str(options.fuzz), str(options.seed)]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if process.returncode:
-        print(process.stdout.decode(errors="replace"))
-    outcome = "all refused or correct" if not process.returncode else "wrong 1"
-    return not process.returncode, f"gradients and updates fuzzed {options.fuzz}, {outcome}"
+    output = process.stdout.decode(errors="replace")
+    counts = [line for line in output.splitlines() if line.startswith("fuzzed; ")]
+    is_correct = not process.returncode and len(counts) == 1
+    if not is_correct:
+        print(output)
+    outcome = "all refused or correct" if is_correct else "wrong 1"
+    return is_correct, f"{'; '.join(counts) or 'not fuzzed'}; {outcome}"
 
 
 def _run_cleaning(options: argparse.Namespace) -> tuple[bool, str]:
@@ -423,7 +429,12 @@ class _ShardSoak:
         _print_line(f"stalls that the client has to end: {stalls['stall']}")
         print(report.format_fault_table(fired, kills.tally), "", sep="\n")
         self.summary.append(report.format_result(f"faults {sum(fired.values())}", kills.tally))
-        return not kills.tally.wrong and min(fired.values()) >= MIN_FAULTS and stalls["stall"] == 2
+        return (
+            not kills.tally.wrong
+            and kills.tally.counted >= FAULT_KILLS
+            and min(fired.values()) >= MIN_FAULTS
+            and stalls["stall"] == 2
+        )
 
     def _make_kill_matrix(
         self, name: str, stores: Sequence[SharedStore], sources: Sequence[SourceData]

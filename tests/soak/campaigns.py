@@ -88,6 +88,8 @@ def run_campaigns(number: int, seed: int, report: Callable[[str], None]) -> Coun
                     counts.machines += killed.machines
                     counts.kills.update(killed.at)
                     counts.wrong += [f"campaign {campaign}: {what}" for what in killed.wrong]
+                    if not killed.at:
+                        counts.wrong.append(f"campaign {campaign}: no leader was killed")
                     if missed := set() if campaign else set(boundaries) - set(killed.at):
                         counts.wrong.append(f"campaign 0: was not killed at {sorted(missed)}")
                     report(counts.format_sentence())

@@ -49,6 +49,8 @@ FAULTS = {
     "unsuccessful list": 0.01, "null list": 0.005, "no list": 0.005, "object list": 0.005,
     "bare list": 0.005,
 }  # fmt: skip
+EXPECTED = 3  # exit code after an error that leaves no machine
+UNAVAILABLE = 4  # exit code after an error that may leave machines, which the reaper releases
 LEASE = 182.0  # time of the owner's lease, and 2 s by which the store's clock may be slow
 LISTING_LAG = 180.0  # longest time from a rental to its listing, after which an owner gives up
 REAP_INTERVAL = 900.0  # interval between two reapers in seconds
@@ -77,9 +79,11 @@ class Counts:
         rented: Number of machines that were rented.
         fates: Number of own machines by their fates.
         left: Number of own machines that were left after the reapers.
-        left_by_owners: Number of listed machines that an owner left at its end with exit code 0.
-        billed_late: Number of machines of killed owners that were destroyed too late, as
-            `_is_billed_late` decides.
+        unavailable: Number of rentals whose last owner ended because the API does not answer.
+        left_by_owners: Number of listed machines that an owner left at its end, if it was neither
+            killed nor ended because the API does not answer.
+        billed_late: Number of machines that were destroyed too late after the end of their last
+            owner, as `_is_billed_late` decides.
         lost_foreign: Number of machines of other users that were destroyed.
         overspent: Number of rentals whose owner was not killed, and whose machines cost more than
             the limit. Machines that were listed too late do not count.
@@ -96,6 +100,7 @@ class Counts:
     rented: int = 0
     fates: Counter[str] = field(default_factory=Counter[str])
     left: int = 0
+    unavailable: int = 0
     left_by_owners: int = 0
     billed_late: int = 0
     lost_foreign: int = 0
@@ -119,10 +124,11 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"rentals {self.runs} (killed {self.killed}, of these elsewhere {self.elsewhere}, "
-            f"continued {self.continued}), machines {self.rented}: left {self.left}, "
-            f"left by owners {self.left_by_owners}, billed late {self.billed_late}, "
-            f"foreign {self.lost_foreign}, overspent {self.overspent}, "
-            f"undercounted {self.undercounted}, unexpected {len(self.unexpected)}"
+            f"continued {self.continued}, without an answer {self.unavailable}), "
+            f"machines {self.rented}: left {self.left}, left by owners {self.left_by_owners}, "
+            f"billed late {self.billed_late}, foreign {self.lost_foreign}, "
+            f"overspent {self.overspent}, undercounted {self.undercounted}, "
+            f"unexpected {len(self.unexpected)}"
         )
 
 
@@ -171,7 +177,7 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
         kills.append(_draw_boundary(generator))
         counts.continued += 1
     killed = _run_owners(server, text, kills, store, counts)
-    killed_at = server.read_time()
+    ended_at = server.read_time()
     if killed and generator.random() < 0.5:
         counts.elsewhere += _move_owner(store)
     _pass_time(server, store, generator.uniform(0, REAP_INTERVAL))
@@ -180,16 +186,16 @@ def _run_rental(server: VastServer, store: Path, generator: random.Random, count
         started_at = server.read_time()
         code = _run_in_fork(lambda: _reap_machines(server, text), store)
         reaper_runs.append((started_at, server.read_time()))
-        if code not in {0, 3}:
+        if code not in {0, EXPECTED, UNAVAILABLE}:
             counts.unexpected.append(
                 f"a reaper ended with {code}:\n{(store / 'error').read_text()}"
             )
         if not _list_own_machines(server):
             break
         _pass_time(server, store, REAP_INTERVAL)
-    _count_faults(
-        server, counts, planted, json.loads(text), killed_at if killed else None, reaper_runs
-    )
+    _count_faults(server, counts, planted, ended_at, reaper_runs)
+    if not killed:
+        counts.overspent += _is_overspent(server, json.loads(text)["max_total"])
     counts.undercounted += _is_undercounted(server, store)
     counts.runs += 1
     counts.fired += server.count_fired()
@@ -237,14 +243,16 @@ def _run_owners(
         if code == -signal.SIGKILL:
             counts.killed += 1
             counts.boundaries[boundary[0]] += 1
-        elif code not in {0, 3}:
+            continue
+        if code == UNAVAILABLE:
+            counts.unavailable += 1
+        elif code in {0, EXPECTED}:
+            counts.left_by_owners += sum(map(_is_soon_listed, _list_own_machines(server)))
+        else:
             counts.unexpected.append(
                 f"an owner ended with {code}:\n{(store / 'error').read_text()}"
             )
-        else:
-            if code == 0:
-                counts.left_by_owners += sum(map(_is_soon_listed, _list_own_machines(server)))
-            return False
+        return False
     return bool(kills)
 
 
@@ -284,8 +292,7 @@ def _count_faults(
     server: VastServer,
     counts: Counts,
     planted: list[int],
-    arguments: dict[str, Any],
-    killed_at: float | None,
+    ended_at: float,
     reaper_runs: list[tuple[float, float]],
 ) -> None:
     machines = server.list_machines()
@@ -296,18 +303,20 @@ def _count_faults(
     counts.lost_foreign += sum(
         machine["destroyed"] is not None for machine in machines if machine["id"] in planted
     )
-    if killed_at is None:  # an owner only knows the costs of listed machines
-        costs = [machine["cost"] for machine in own_machines if _is_soon_listed(machine)]
-        counts.overspent += sum(costs) > arguments["max_total"]
-    else:
-        for machine in own_machines:
-            counts.billed_late += _is_billed_late(machine, killed_at, reaper_runs)
+    for machine in own_machines:
+        counts.billed_late += _is_billed_late(machine, ended_at, reaper_runs)
+
+
+def _is_overspent(server: VastServer, max_total: float) -> bool:
+    """Decide whether machines cost more than the limit. An owner only knows listed machines."""
+    own_machines = [one for one in server.list_machines() if one["label"] not in FOREIGN]
+    return sum(one["cost"] for one in own_machines if _is_soon_listed(one)) > max_total
 
 
 def _is_billed_late(
-    machine: dict[str, Any], killed_at: float, reaper_runs: list[tuple[float, float]]
+    machine: dict[str, Any], ended_at: float, reaper_runs: list[tuple[float, float]]
 ) -> bool:
-    """Decide whether a machine of a killed owner was destroyed too late.
+    """Decide whether a machine was destroyed too late after the end of its last owner.
 
     A reaper can destroy a machine that is listed, and whose owner's lease has ended. A reaper that
     began before cannot, and the next one begins an interval after the end of that one. While a
@@ -316,12 +325,12 @@ def _is_billed_late(
 
     Args:
         machine: Entry of the stand-in's records.
-        killed_at: Time at which the owner was killed.
+        ended_at: Time at which the last owner was killed or ended.
         reaper_runs: Begin and end of each reaper, by the stand-in's clock.
     """
     if machine["destroyed"] is None:
         return True
-    begin, end = max(killed_at, machine["listed"]), machine["destroyed"]
+    begin, end = max(ended_at, machine["listed"]), machine["destroyed"]
     reaping = sum(
         max(0.0, min(end, reaper_end) - max(begin, reaper_begin))
         for reaper_begin, reaper_end in reaper_runs
@@ -333,7 +342,8 @@ def _run_in_fork(work: Callable[[], None], store: Path) -> int:
     """Do work in a forked process.
 
     Returns:
-        Exit code of the process: 3 after an expected error, 1 after any other.
+        Exit code of the process: `UNAVAILABLE` or `EXPECTED` after such an error, 1 after any
+            other.
     """
     child = os.fork()
     if child:
@@ -343,8 +353,10 @@ def _run_in_fork(work: Callable[[], None], store: Path) -> int:
     try:
         work()
         code = 0
-    except (errors.BudgetError, errors.MachineError, errors.NotFoundError, errors.UnavailableError):
-        code = 3
+    except errors.UnavailableError:
+        code = UNAVAILABLE
+    except (errors.BudgetError, errors.MachineError, errors.NotFoundError):
+        code = EXPECTED
     except BaseException:  # noqa: BLE001 - the parent process reports it
         (store / "error").write_text(traceback.format_exc())
     os._exit(code)

@@ -314,7 +314,7 @@ def test_a_file_that_cannot_be_read_is_a_refusal(tmp_path):
     (refusal,) = found.refusals
     assert refusal.startswith("The first rows cannot be read: ")
     assert "a.jsonl.gz cannot be decompressed" in refusal
-    with pytest.raises(errors.MillraceError):
+    with pytest.raises(errors.MillraceError, match="cannot be decompressed"):
         shard_dataset(settings)
 
 

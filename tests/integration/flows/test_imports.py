@@ -2,13 +2,38 @@
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
-# Libraries that only an extra of pyproject.toml installs.
-EXTRAS = ["google", "huggingface_hub", "numba", "ray", "safetensors", "torch", "vastai"]
+FOR_DEVELOPERS = {"bench", "demo", "dev"}
+
+
+def list_extras() -> list[str]:
+    """Return the packages that only an extra for users installs, by the names of their imports."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    distributions = {
+        canonicalize_name(Requirement(line).name)
+        for extra, lines in extras.items()
+        for line in lines
+        if extra not in FOR_DEVELOPERS
+    }
+    packages: dict[str, list[str]] = {name: [] for name in distributions}
+    for package, names in packages_distributions().items():
+        for name in distributions.intersection(map(canonicalize_name, names)):
+            packages[name].append(package)
+    assert all(packages.values()), packages
+    return sorted({package for found in packages.values() for package in found})
+
+
+EXTRAS = list_extras()
 
 _PROGRAM = """
 import importlib, sys

@@ -22,17 +22,15 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
-from prefect_aws import AwsCredentials
-from pydantic import SecretStr
 
 from blocks import Bucket, BucketRole
-from flows import audit_access as audit_flow
 from flows.list_machines import list_machines
 from flows.reap_machines import reap_machines
-from millrace.audit import AuditReport
 from millrace.errors import ConfigurationError
 from millrace.testing.process import REPOSITORY
+from millrace.testing.rgw import RGW
 from tests.prefect_server import PrefectServer, wait_until
+from tests.support.flows.fixtures import MakeBlock
 
 BLOCKS = {"gradients", "dataset", "aggregator"}
 
@@ -203,23 +201,19 @@ def test_a_schedule_that_has_lost_its_parameters_fails(
 
 
 def test_a_scheduled_audit_names_the_blocks_that_are_missing(
-    deployed: PrefectServer, prefect_api: PrefectServer, monkeypatch: pytest.MonkeyPatch
+    deployed: PrefectServer, prefect_api: PrefectServer, rgw: RGW, bucket: str, block: MakeBlock
 ) -> None:
-    monkeypatch.setattr(audit_flow, "audit_buckets", lambda _: AuditReport(findings=(), notes=()))
-    made, none = (f"{name}-{uuid4().hex[:8]}" for name in ("gradients", "none"))
-    keys = AwsCredentials(aws_access_key_id="id", aws_secret_access_key=SecretStr("secret"))
-    keys.save(made)
-    Bucket(role=BucketRole.GRADIENTS, url="s3://gradients", read_credentials=keys).save(made)
+    slug = block(bucket, read=rgw.read_only, write=rgw.full)["$ref"]["block_document_slug"]
+    made, none = slug.removeprefix("millrace-bucket/"), f"none-{uuid4().hex[:8]}"
     given = {"buckets": [{"bucket": name} for name in ("gradients", "dataset", "aggregator")]}
     others = {"buckets": [{"bucket": made}, {"bucket": none}]}
     state = run_scheduled(deployed, "audit-access", given, others)
     assert state.is_completed(), state.message
     run = state.state_details.flow_run_id
     assert run is not None
-    assert (
-        f"There is no Millrace Bucket block {none}"
-        in prefect_api.read_artifacts(run)["audited-access"]
-    )
+    report = prefect_api.read_artifacts(run)["audited-access"]
+    assert "18 operations tried, all as they should be." in report
+    assert f"There is no Millrace Bucket block {none}" in report
     Bucket.delete(made)
 
 

@@ -19,6 +19,7 @@ from tests.integration.hostile.site import Ended, Server, run_site
 BUCKET = "hostile"
 MOST_SENT = 128 << 20
 """Bytes that one answer may send of an object of 5 GiB before the reader is unbounded."""
+OUT_OF_REACH = {"millrace machine offers"}  # it reads nothing that others may write
 EXPECTED_CODES = {"millrace bucket audit": 20}  # one key may do everything
 """Exit codes of commands undisturbed; those of all others are 0."""
 FACTOR = 3  # requests, beside those of an undisturbed run
@@ -56,8 +57,10 @@ class Verdicts:
         misled: Runs with another result than undisturbed.
         late: Runs after which a machine was billed longer than it may be.
         unbounded: Runs that read an object, or asked the store, without a bound.
+        spared: Runs beside which no hostile object was written.
         unnamed: Runs whose report does not say what is wrong with what a sender sent.
         held: Reports of which it was known what they must say of a sender, by flow.
+        met: Hostile objects that were read, described or listed, by flow.
         read: Hostile objects that were read or described, by kind.
         listed: Hostile objects that a listing showed, by kind.
     """
@@ -67,8 +70,10 @@ class Verdicts:
     misled: list[str] = field(default_factory=list[str])
     late: list[str] = field(default_factory=list[str])
     unbounded: list[str] = field(default_factory=list[str])
+    spared: list[str] = field(default_factory=list[str])
     unnamed: list[str] = field(default_factory=list[str])
     held: Counter[str] = field(default_factory=Counter[str])
+    met: Counter[str] = field(default_factory=Counter[str])
     read: Counter[Kind] = field(default_factory=Counter[Kind])
     listed: Counter[Kind] = field(default_factory=Counter[Kind])
 
@@ -81,12 +86,16 @@ class Verdicts:
     @property
     def wrong(self) -> list[str]:
         """All that is wrong, a sentence each."""
-        return [*self.stopped, *self.misled, *self.late, *self.unbounded, *self.unnamed]
+        found = [self.stopped, self.misled, self.late, self.unbounded, self.spared, self.unnamed]
+        return [line for lines in found for line in lines]
 
     def format_table(self) -> str:
         """Return the runs by flow, and the kinds of objects that were really read."""
-        rows = [f"{'flow':<24}{'runs':>6}{'held to a name':>18}"]
-        rows += [f"{n:<24}{c:>6}{self.held[n]:>18}" for n, c in self.runs.items()]
+        rows = [f"{'flow':<36}{'runs':>6}{'met':>8}{'held to a name':>18}"]
+        rows += [
+            f"{name:<36}{runs:>6}{self.met[name]:>8}{self.held[name]:>18}"
+            for name, runs in self.runs.items()
+        ]
         rows.append(f"\n{'hostile objects':<34}{'read':>8}{'listed':>8}")
         rows += [f"{kind:<34}{self.read[kind]:>8}{self.listed[kind]:>8}" for kind in Kind]
         return "\n".join(rows)
@@ -135,11 +144,14 @@ class Matrix:
         most = FACTOR * clean.requests + EACH * len(kinds)
         found = Verdicts(runs=Counter([name]), read=read, listed=listed)
         found.read.update(Kind(kind) for kind in ended.read)
+        found.met[name] = found.read.total() + found.listed.total()
         said = [line[:300] for line in ended.said[-6:]]
         if ended.error:
             found.stopped.append(f"{where}: {ended.error}")
         elif ended.result != clean.result:
             found.misled.append(f"{where}: {_difference(clean.result, ended.result)}; {said}")
+        if not (kinds or ended.error or name in OUT_OF_REACH):
+            found.spared.append(f"{where}: no hostile object was written")
         if isinstance(ended.result, dict) and ended.result["late"]:
             found.late.append(f"{where}: {ended.result}")
         over = [f"{key}: {size}" for key, size in asked.sent.items() if size > MOST_SENT]

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -323,12 +324,11 @@ def command(name: str) -> Callable[[Site], Any]:
             )  # fmt: skip
             words = {"rent": [file, "--yes"], "release": ["fleet", file]}
             codes: list[int] = []
-            if name == "rent":
-                threading.Thread(target=_strike_soon, args=(world,), daemon=True).start()
-            elif name != "offers":
+            if name not in {"rent", "offers"}:
                 codes.append(invoke(site, ["machine", "rent", file, "--detach", "--yes"])[0])
                 world.strike()
-            code, odd = invoke(site, ["machine", name, *words.get(name, [file])])
+            with _striking(world) if name == "rent" else contextlib.nullcontext():
+                code, odd = invoke(site, ["machine", name, *words.get(name, [file])])
             # A program that fails ends its rental with 1, unless junk is over what it has told.
             fine = {0, 1} if world.fate == "failing" else {0}
             wrong = [one for one in (*codes, code) if one not in fine]
@@ -343,9 +343,28 @@ def command(name: str) -> Callable[[Site], Any]:
 COMMANDS = ("offers", "rent", "list", "release", "reap")
 
 
-def _strike_soon(world: World) -> None:
-    """Strike as soon as a machine of the rental has written something."""
-    mine = world.folder / RentalKeys("fleet").make_machine_prefix(0)
-    while not any(mine.glob("beat.json")):
-        time.sleep(0.02)
-    world.strike()
+@contextmanager
+def _striking(world: World) -> Iterator[None]:
+    """Strike as soon as a machine of the rental has sent a heartbeat.
+
+    Raises:
+        AssertionError: None has at the end of the context.
+    """
+    ended = threading.Event()
+
+    def has_beat() -> bool:
+        return any((world.folder / MACHINES / "fleet").glob("*/beat.json"))
+
+    def strike() -> None:
+        while not has_beat() and not ended.wait(0.02):
+            pass
+        assert has_beat(), "no machine was rented that could write anything"
+        world.strike()
+
+    with ThreadPoolExecutor(1) as pool:
+        striking = pool.submit(strike)
+        try:
+            yield
+        finally:
+            ended.set()
+        striking.result()

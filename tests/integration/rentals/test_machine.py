@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import ClientError
 from pydantic import SecretStr
 
+from millrace import errors
 from millrace.progress import Event
 from millrace.rentals import (
     OfferRequest,
@@ -265,7 +266,7 @@ def test_what_cannot_be_installed_is_said(
     store = StoreSpec(url=(tmp_path / "store").as_uri())
     program = Program(repo_url=repository.as_uri(), repo_ref="gone", command=("true",))
     rental = Rental(settings_of(vast, real, store, program=program, max_attempts=1))
-    with pytest.raises(Exception, match="did not start"), rental:
+    with pytest.raises(errors.MachineError, match="did not start"), rental:
         rental.wait_until_ready()
     (entry,) = vast.list_machines()
     setup = json.loads((tmp_path / "store/_machines/fleet/000000/setup.json").read_text())

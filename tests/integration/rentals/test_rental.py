@@ -430,6 +430,7 @@ def test_machines_are_released_side_by_side(world: Reset) -> None:
         account.server.fail_next(40, "error500", "delete")
         before = account.server.read_time()
     assert account.server.list_alive() == []
+    assert account.server.count_fired()["error500"] > 8
     assert (
         account.server.read_time() - before < 300
     )  # each destroy tried for two minutes: 15 minutes

@@ -17,16 +17,18 @@ from millrace.swarm.catalogue import File, build_catalogue
 from millrace.swarm.messages import FetchPiece, encode_message
 from millrace.swarm.protocol import AUTH_HEADER, ConnectionPool, Endpoint, HttpStatusError, sign
 from millrace.swarm.run_spec import RunSpec, encode_start_body
+from millrace.swarm.uploads import _SHARE
 from tests.support.swarm.swarms import KEY, start_agent, stop
 
 CONTENT = bytes(range(256)) * (16 << 10)  # more than the buffers of a connection hold
 RUN_KEY = b"the key of the run"
 PIECE = "/runs/x/pieces/0"
-FEW_FILES = """
+MAX_FILES = 256
+FEW_FILES = f"""
 import resource
 import millrace.swarm.server as server
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_FILES}, {MAX_FILES}))
 server._STALL_TIMEOUT = 3600.0
 """
 
@@ -95,11 +97,14 @@ def read_rest(connection: socket.socket) -> bytes:
 
 
 def test_many_slow_reads_of_one_node_keep_no_other_node_from_an_agent(agent):
+    begun = 0
     with ExitStack() as stack:
         earlier = stack.enter_context(begin_upload(agent, "127.0.0.3"))
         with suppress(OSError):  # an agent without a free descriptor answers no more
             for _ in range(300):
                 stack.enter_context(begin_upload(agent, "127.0.0.2"))
+                begun += 1
+        assert 2 * begun > _SHARE * MAX_FILES  # each has a connection and a file
         into = bytearray(len(CONTENT))
         headers = {AUTH_HEADER: sign(RUN_KEY, "GET", PIECE, to=agent.identity)}
         with closing(ConnectionPool(20.0)) as connections:

@@ -117,6 +117,7 @@ def test_what_is_being_sent_when_it_is_replaced_is_sent_to_its_end(client, store
     arriving = obstore.get(client, "a")
     store.put("a", bytes(SIZE))
     assert bytes(arriving.bytes()) == whole
+    assert store.read_counts().fired == {"stall": 1}
 
 
 def test_what_is_not_there_is_not_found(client, store):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,8 +21,10 @@ from millrace.campaigns import (
     TrainingProgress,
 )
 from millrace.errors import CorruptError, DeniedError, HeldError, UnavailableError
-from millrace.lease import Lease
-from millrace.storage import StoreSpec
+from millrace.keys.campaigns import CampaignKeys
+from millrace.lease import Holder, LeaseTerm
+from millrace.records import commit_once
+from millrace.storage import StoreSpec, open_store
 from tasks import campaign_tasks, retries
 from tests.support.campaigns.training import FakeWorkers
 
@@ -185,11 +188,16 @@ def test_the_error_of_a_campaign_is_logged_before_its_report_is_made(
 def test_a_stage_that_another_process_does_is_reported_unless_that_leads_the_campaign(
     monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
 ) -> None:
+    place = StoreSpec(url=f"memory://test-held-stage-{is_lost}")
+
     def refuse(*_: Any) -> None:
+        if is_lost:  # another leader has committed the next term
+            holder = Holder(id="other", host="elsewhere", machine="", pid=1, started="1")
+            term = LeaseTerm(holder=holder, ttl=timedelta(minutes=3))
+            commit_once(open_store(place), CampaignKeys("small").lease.make_term_key(1), term)
         raise HeldError("small/run is aggregated by process 7, which is alive")
 
     reports: list[str] = []
-    monkeypatch.setattr(Lease, "is_superseded", lambda _: is_lost)
     monkeypatch.setattr(campaign, "check_right", lambda *_: None)
     monkeypatch.setattr(campaign, "run_stages", refuse)
     monkeypatch.setattr(campaign_tasks, "get_run_logger", lambda: logging.getLogger("test"))
@@ -199,7 +207,6 @@ def test_a_stage_that_another_process_does_is_reported_unless_that_leads_the_cam
         "report_campaign",
         lambda *found: reports.append(campaign_tasks.describe_campaign(*found)),
     )
-    place = StoreSpec(url="memory://test-held-stage")
     begun = campaigns.Campaign("small", place, place)
     plan = SimpleNamespace(name="small", bucket=place.url, make_campaign=lambda: begun)
     plan.resolve_bucket = lambda: plan

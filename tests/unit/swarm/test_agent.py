@@ -4,11 +4,13 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import ConfigurationError, StoppedError
+from millrace.errors import ConfigurationError, ConflictError, StoppedError
 from millrace.swarm import agent as agents
+from millrace.swarm import node_run
 from millrace.swarm.archives.limits import UnpackLimits
 from millrace.swarm.assembly import leftovers
 from millrace.swarm.cache_index import CacheCheck
@@ -52,6 +54,43 @@ def test_an_agent_is_busy_while_it_ends_a_run(tmp_path, monkeypatch):
     finally:
         SlowRun.may_end.set()
         agent.close()
+
+
+def test_a_run_ends_two_minutes_after_the_last_request_of_its_driver(tmp_path, monkeypatch):
+    """Only then may another agent put files below the same root."""
+    now, last_request = 1000.0, 1600.0
+    ends: list[float] = []
+    for module in (agents, node_run):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(node_run, "_LONG_POLL_TIMEOUT", 0.0)
+    agent, other = (agents.Agent(tmp_path, b"key", host="127.0.0.1") for _ in range(2))
+    agent.start_run("first", make_body())
+    run = agent.get_run("first")
+    close = run.close
+
+    def end() -> None:
+        ends.append(now)
+        close()
+
+    def wait(seconds: float) -> bool:
+        """Let time pass for the watch of the driver, which has made requests until a time."""
+        nonlocal now
+        now += seconds
+        if now <= last_request:
+            run.poll_events(0)
+        elif not ends:
+            with pytest.raises(ConflictError, match="Another agent is putting files"):
+                other.start_run("second", make_body())
+        return now > last_request + 200
+
+    monkeypatch.setattr(run, "close", end)
+    monkeypatch.setattr(agent.ended, "wait", wait)
+    agent._watch_driver()
+    assert len(ends) == 1
+    assert 120 < ends[0] - last_request <= 135
+    assert other.start_run("second", make_body()) == []
+    other.close()
+    agent.close()
 
 
 def test_an_agent_whose_folder_cannot_be_made_is_refused_by_a_sentence(tmp_path):

@@ -88,16 +88,36 @@ def refuse_harm(text: str) -> None:
     assert all(row.endswith(" |") or set(row) <= set("|-:") for row in rows)
 
 
+def find_artifacts(source: str) -> set[str]:
+    """Return the functions of Prefect that create artifacts, and that a module names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.alias(name=name) | ast.Name(id=name) | ast.Attribute(attr=name):
+                found.add(name)
+    return {name for name in found if re.fullmatch("a?create_.*_artifact|Artifact", name)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from prefect.artifacts import create_table_artifact as create",
+        "prefect.artifacts.create_markdown_artifact('# x')",
+        "artifacts.acreate_link_artifact('x')",
+        "artifacts.Artifact(type='markdown', data='# x').create()",
+    ],
+)
+def test_each_way_to_create_an_artifact_is_found(source: str) -> None:
+    assert find_artifacts(source)
+    assert not find_artifacts("from tasks.reports import publish_report\npublish_report('x')")
+
+
 def test_every_report_is_in_the_list_and_none_goes_past_the_helper() -> None:
     assert sorted(hostile.publishing()) == REPORTS
     root = Path(str(tasks.__file__)).parents[1]
     for folder in ("tasks", "flows", "blocks"):
         for path in (root / folder).glob("*.py"):
-            names = {
-                one.name if isinstance(one, ast.alias) else getattr(one, "id", "")
-                for one in ast.walk(ast.parse(path.read_text()))
-            }
-            artifacts = {name for name in names if re.fullmatch("create_.*_artifact", name)}
+            artifacts = find_artifacts(path.read_text())
             allowed = {"reports": "markdown", "progress": "progress"}.get(path.stem, "no")
             assert artifacts <= {f"create_{allowed}_artifact"}, path
 
@@ -217,7 +237,37 @@ def test_a_table_at_a_terminal_takes_brackets_for_what_they_are(
     assert "\x1b" not in told
 
 
+def find_prints(source: str) -> list[str]:
+    """Return what a module prints by, other than the helpers of `millrace.terminal`."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id="print"), args=[_, *_]):
+                found.append("print")
+            case ast.ImportFrom(module="click"):
+                found += [one.name for one in node.names if one.name in {"echo", "secho"}]
+            case ast.Attribute(attr="echo" | "secho"):
+                found.append(ast.unparse(node))
+            case ast.Attribute(attr="write" | "writelines", value=stream):
+                found += re.findall(r"\bstd(?:out|err)\b", ast.unparse(stream))
+            case ast.Name(id="Console") | ast.Attribute(attr="Console"):
+                found.append("Console")
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "click.echo(name)", "click.secho(name)", "from click import echo", "print(name)",
+        "sys.stdout.write(name)", "sys.stderr.buffer.write(name)", "rich.console.Console()",
+    ],
+)  # fmt: skip
+def test_each_way_to_print_without_a_helper_is_found(source: str) -> None:
+    assert find_prints(source)
+    assert not find_prints("echo(name)\nmake_console().print(table)\nprint(flush=True)")
+
+
 def test_commands_print_by_the_helpers_only() -> None:
     root = Path(str(tasks.__file__)).parents[1]
-    for path in [*(root / "millrace/cli").glob("*.py"), root / "flows/campaign_command.py"]:
-        assert "click.echo" not in path.read_text()
+    for path in [*(root / "millrace/cli").rglob("*.py"), root / "flows/campaign_command.py"]:
+        assert find_prints(path.read_text()) == [], path

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,12 +87,13 @@ def test_an_agent_that_cannot_listen_says_where(tmp_path):
             agents.Agent(tmp_path, b"key", host="127.0.0.1", port=port)
 
 
-FEW_FILES = """
+MAX_FILES = 256
+FEW_FILES = f"""
 import resource
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_FILES}, {MAX_FILES}))
 """
-"""Lets an agent open 256 files."""
+"""Lets an agent open few files."""
 
 HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n"
 
@@ -102,20 +102,22 @@ HALF_SENT = b"POST /runs/x/orders HTTP/1.1\r\nHost: a\r\nContent-Length: 2000000
 def connecting(endpoint: Endpoint) -> Iterator[None]:
     """Open connections that send half of an unsigned request, one after another, meanwhile."""
     held: deque[socket.socket] = deque()
-    ended = threading.Event()
+    many, ended = threading.Event(), threading.Event()
 
     def connect() -> None:
         while not ended.wait(0.005):
             with contextlib.suppress(OSError):
                 held.append(socket.create_connection((endpoint.host, endpoint.port), timeout=1))
                 held[-1].sendall(HALF_SENT)
+            if len(held) > MAX_FILES:
+                many.set()
             if len(held) > 900:
                 held.popleft().close()
 
     thread = threading.Thread(target=connect)
     thread.start()
     try:
-        time.sleep(3)
+        assert many.wait(60)
         yield
     finally:
         ended.set()

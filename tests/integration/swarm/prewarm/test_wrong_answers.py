@@ -192,19 +192,19 @@ HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "reason"),
     [
-        HEAD + b"\r\nlonger than it says",
-        HEAD + b"\r\nsho",
-        HEAD.replace(b"4", b"5") + b"\r\nfive!",
-        b"HTTP/1.1 206 Partial Content\r\n\r\nfour",
-        b"HTTP/1.1 \xb2\xb2\xb2 ?\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfour",
-        b"no HTTP at all\r\n\r\n",
-        b"",
+        (HEAD + b"\r\nlonger than it says", "the answer has more than 4 bytes"),
+        (HEAD + b"\r\nsho", "1 more expected"),
+        (HEAD.replace(b"4", b"5") + b"\r\nfive!", "the answer has 5 bytes, not 4"),
+        (b"HTTP/1.1 206 Partial Content\r\n\r\nfour", "the answer has unknown bytes, not 4"),
+        (b"HTTP/1.1 \xb2\xb2\xb2 ?\r\n\r\n", "^HTTP/1.1 ²²² "),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\nfour", "^HTTP/1.0 200 OK$"),
+        (b"no HTTP at all\r\n\r\n", "^no HTTP at all$"),
+        (b"", "the connection was closed without an answer"),
     ],
 )
-def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
+def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer, reason):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -217,7 +217,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_transfer(answer):
         thread.start()
         connections = ConnectionPool(5.0)
         endpoint = Endpoint("http", "127.0.0.1", server.getsockname()[1])
-        with pytest.raises((OSError, http.client.HTTPException)):
+        with pytest.raises(http.client.HTTPException, match=reason):
             connections.read_into(endpoint, "/a", {}, memoryview(bytearray(4)))
         thread.join()
         connections.close()
