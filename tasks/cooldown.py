@@ -134,11 +134,12 @@ def _write_headline(url: str, job: str, epoch: int, status: EpochStatus) -> Mark
         )  # fmt: skip
     senders = [one for one in status.ended.values() if one.sent]
     longest = max((one.seconds for one in senders), default=0.0)
-    rate = f" at {format_rate(status.checkpoint.size, longest)}" if longest else ""
+    rate = format_rate(status.checkpoint.size, longest) if longest else ""
     return format_markdown(
         "{} ended with **step {:,}**: {} in {}, {}, uploaded{} by {} that finished.",
         subject, status.epoch.step, format_size(status.checkpoint.size),
-        format_count(len(status.checkpoint.parts), "file"), by, rate,
+        format_count(len(status.checkpoint.parts), "file"), by,
+        format_markdown(" at {}", rate) if rate else "",
         format_count(len(senders), "member"),
     )  # fmt: skip
 
@@ -148,8 +149,8 @@ def _make_row(name: str, status: EpochStatus, fault: str) -> Sequence[object]:
     if one is None:
         state = "under way" if name in status.living else "dead"
         return (format_code(name), state, "", "", "", fault)
-    replaced = f" {format_count(one.replaced, 'damaged file')} replaced." if one.replaced else ""
-    reason = fault or format_markdown("{}{}", one.reason, replaced)
+    replaced = format_markdown(" {} replaced.", format_count(one.replaced, "damaged file"))
+    reason = fault or format_markdown("{}{}", one.reason, replaced if one.replaced else "")
     return (
         format_code(name), _format_outcome(one), format_size(one.sent), format_size(one.checked),
         f"{one.seconds:.1f}", reason,
