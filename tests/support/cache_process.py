@@ -21,8 +21,8 @@ def main() -> None:
     """Lend a file, and announce each step. Arguments: folder, boundary, largest size."""
     body = random.Random(1).randbytes(100_000)
 
-    def download(file: int) -> None:
-        reach("reserved")
+    def download(file: int, damaged: Path | None) -> None:
+        reach("reserved" if damaged is None else "mend")
         os.pwrite(file, body[:50_000], 0)
         reach("half")
         os.pwrite(file, body[50_000:], 50_000)

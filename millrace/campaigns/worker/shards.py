@@ -2,26 +2,23 @@
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from millrace import errors
 from millrace.block_lists import read_blocks_of
+from millrace.block_mending import mend_file
 from millrace.digest import (
     BLOCK_SIZE,
     BlockHasher,
     compute_file_digest,
     describe_blocks,
     find_differing_blocks,
-    group_blocks,
     hash_blocks,
-    list_block_digests,
+    slice_blocks,
 )
 from millrace.schemas.dataset import Manifest, ManifestShard
 from millrace.storage import Store, read_range, stream
-
-_MAX_BLOCKS = 8  # of a request, which are in memory
-_CONCURRENCY = 4  # requests
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +47,9 @@ def fetch_shard(store: Store, manifest: Manifest, shard: ManifestShard, path: Pa
     try:
         blocks = read_blocks_of(store, manifest, shard.key) if path.exists() else b""
         if blocks:
-            damaged = _copy_intact_blocks(path, temporary, shard, blocks)
-            log.warning(
-                "%s is damaged: %d of its %d blocks are read again", path, len(damaged),
-                len(list_block_digests(blocks)),
-            )  # fmt: skip
-            _fetch_blocks(store, temporary, shard, blocks, damaged)
+            fetch = partial(_fetch_blocks, store, shard, blocks)
+            with temporary.open("w+b") as file:
+                mend_file(path, file.fileno(), shard.size, blocks, fetch)
         else:
             if path.exists():
                 log.warning(
@@ -75,47 +69,18 @@ def _matches_shard(path: Path, shard: ManifestShard) -> bool:
     return compute_file_digest(path) == shard.digest
 
 
-def _copy_intact_blocks(
-    damaged: Path, target: Path, shard: ManifestShard, blocks: bytes
-) -> list[int]:
-    """Copy the intact blocks of a damaged file; return the numbers of the other blocks."""
-    missing: list[int] = []
-    with damaged.open("rb") as old, target.open("wb") as new:
-        for number, digest in enumerate(list_block_digests(blocks)):
-            data = old.read(min(BLOCK_SIZE, shard.size - number * BLOCK_SIZE))
-            if hash_blocks(data) == digest:
-                new.seek(number * BLOCK_SIZE)
-                new.write(data)
-            else:
-                missing.append(number)
-        new.truncate(shard.size)
-    return missing
-
-
-def _fetch_blocks(
-    store: Store, path: Path, shard: ManifestShard, blocks: bytes, numbers: list[int]
-) -> None:
-    """Read blocks of a shard, and write each into a file once it has its digest.
+def _fetch_blocks(store: Store, shard: ManifestShard, blocks: bytes, numbers: range) -> bytes:
+    """Return adjacent blocks of a shard.
 
     Raises:
         CorruptError: A block in the store has another digest.
     """
-    digests = list_block_digests(blocks)
-    with path.open("r+b") as file, ThreadPoolExecutor(_CONCURRENCY) as pool:
-
-        def fetch_blocks(wanted: range) -> None:
-            start, end = wanted.start * BLOCK_SIZE, min(shard.size, wanted.stop * BLOCK_SIZE)
-            data = memoryview(read_range(store, shard.key, start, end))
-            for number in wanted:
-                at = number * BLOCK_SIZE
-                block = data[at - start : at - start + BLOCK_SIZE]
-                if hash_blocks(block) != digests[number]:
-                    raise _make_damaged_error(store, shard, [number])
-                while block:
-                    written = os.pwrite(file.fileno(), block, at)
-                    block, at = block[written:], at + written
-
-        list(pool.map(fetch_blocks, group_blocks(numbers, _MAX_BLOCKS)))
+    start, end = numbers.start * BLOCK_SIZE, min(shard.size, numbers.stop * BLOCK_SIZE)
+    data = read_range(store, shard.key, start, end)
+    expected = slice_blocks(blocks, numbers)
+    if differing := find_differing_blocks(hash_blocks(data), expected):
+        raise _make_damaged_error(store, shard, [numbers.start + one for one in differing])
+    return data
 
 
 def _download(store: Store, manifest: Manifest, shard: ManifestShard, path: Path) -> None:

@@ -5,9 +5,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from millrace.block_mending import mend_file
 from millrace.datasets.loader.disk_cache import DiskCache, LentFile
 from millrace.datasets.loader.mirrored_files import (
     FileLocations,
@@ -15,7 +17,8 @@ from millrace.datasets.loader.mirrored_files import (
     list_specs,
     open_mirrors,
 )
-from millrace.errors import ConfigurationError, MillraceError
+from millrace.digest import BLOCK_SIZE, combine_blocks, hash_blocks, slice_blocks
+from millrace.errors import ConfigurationError, CorruptError, MillraceError
 from millrace.storage import Backend, Store, StoreSpec, head
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.storage.mirrored import Check, MirroredReader
@@ -138,6 +141,25 @@ class DatasetFiles:
                 return os.pread(file.fileno(), end - start, start)
         return self._reader.read_range(item, start, end, check=check)
 
+    def read_blocks(self, item: MirroredObject, numbers: range) -> bytes:
+        """Return adjacent blocks of a described file, verified by their digests.
+
+        Args:
+            item: The file, with the digests of its blocks.
+            numbers: Numbers of the blocks.
+
+        Raises:
+            MillraceError: No location has the blocks.
+        """
+        expected = slice_blocks(item.blocks, numbers)
+
+        def check(data: bytes) -> None:
+            if hash_blocks(data) != expected:
+                raise CorruptError("its bytes do not have the digests of their blocks")
+
+        start, end = numbers.start * BLOCK_SIZE, min(numbers.stop * BLOCK_SIZE, item.size)
+        return self.read_object(item, start, end, check=check)
+
     def lend_file(
         self, key: str, size: int, digest: str, *, blocks: bytes | Callable[[], bytes] = b""
     ) -> LentFile | None:
@@ -150,7 +172,8 @@ class DatasetFiles:
             size: Size in bytes.
             digest: Digest of the file.
             blocks: Joined digests of its blocks, by which a damaged part is read again alone. Or a
-                function that returns them, which is called if the file is fetched.
+                function that returns them, which is called if they are of use: for a damaged file
+                in the cache, or if a copy may differ from those of other locations.
 
         Returns:
             The file; None if there is no cache, or if the cache has no room.
@@ -161,10 +184,15 @@ class DatasetFiles:
         lent = self._find_warmed(key, size, digest)
         if lent is None and self._cache is not None:
 
-            def fetch(file: int) -> None:
-                known = blocks if isinstance(blocks, bytes) else blocks()
+            def fetch(file: int, damaged: Path | None) -> None:
+                known = blocks if isinstance(blocks, bytes) else b""
+                if callable(blocks) and (damaged or len(self.stores) > 1):
+                    known = blocks()
                 item = MirroredObject(key, size, digest=digest, blocks=known)
-                download(self._reader, item, file)
+                if damaged and known and combine_blocks(known) == digest:
+                    mend_file(damaged, file, size, known, partial(self.read_blocks, item))
+                else:
+                    download(self._reader, item, file)
 
             lent = self._cache.lend(digest, size, fetch)
         return lent

@@ -9,6 +9,8 @@ removed under a reader, and processes that read each other's next files do not w
 The lock file has a mark: the boot of the machine in which the file was verified, and the file's
 size, inode and time. Without a mark of this boot, as after a crash, the file is hashed before it is
 used. The lock's time of modification is the last use. So there is no index, and no flush to disk.
+
+A damaged file stays until a new file has its name, so that the download can take its intact blocks.
 """
 
 import fcntl
@@ -37,8 +39,11 @@ from millrace.errors import FULL_DISK, ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-Download = Callable[[int], object]
-"""Function that writes a file through a descriptor, and verifies its digest."""
+Download = Callable[[int, Path | None], object]
+"""Function that writes a file through a descriptor, and verifies its digest.
+
+It also gets the path of a damaged copy of which blocks can be taken; None without one.
+"""
 
 _MAX_MARK = 4096  # bytes
 
@@ -259,15 +264,15 @@ class DiskCache:
 
     def _fetch(self, lock: int, name: str, size: int, download: Download) -> bool:
         """Fetch a file while its lock is held; return False if there is no room for it."""
-        part = self._parts / name
+        path, part = self._files / name, self._parts / name
         with self._hold_all():
             file = self._reserve(part, size)
         if file is None:
             return False
         try:
-            download(file)
-            part.rename(self._files / name)
-            _write_mark(lock, self._files / name)
+            download(file, path if path.exists() else None)
+            part.rename(path)
+            _write_mark(lock, path)
         except BaseException as error:
             part.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in FULL_DISK:
@@ -281,12 +286,15 @@ class DiskCache:
     def _reserve(self, part: Path, size: int) -> int | None:
         """Make room, and return the open file whose bytes are reserved; None without room.
 
-        The caller holds the lock of the cache.
+        The caller holds the lock of the cache, and that of the file. A damaged copy of the file is
+        removed if there is no room for both.
         """
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             fetched = self._measure_parts(part.name)  # first: a file that is done then counts twice
-            entries = sorted(self._list_files(), key=lambda one: one.used_at)
+            entries = sorted(
+                self._list_files(), key=lambda one: (one.name == part.name, one.used_at)
+            )
             held = sum(one.size for one in entries) + fetched
             while True:
                 if held + size <= self.max_bytes:
@@ -302,7 +310,11 @@ class DiskCache:
                     self._warn(None)
                     break
                 oldest = entries.pop(0)
-                held -= oldest.size if self._remove(oldest.name) else 0
+                if oldest.name == part.name:
+                    (self._files / part.name).unlink(missing_ok=True)
+                    held -= oldest.size
+                elif self._remove(oldest.name):
+                    held -= oldest.size
         except BaseException:
             os.close(file)
             part.unlink(missing_ok=True)
@@ -491,9 +503,7 @@ def _has_digest(path: Path, digest: str, size: int) -> bool:
 
 
 def _check_file(lock: int, path: Path, digest: str, size: int) -> bool:
-    """Hash a file without a mark, and mark or remove it."""
-    if _has_digest(path, digest, size):
+    """Hash a file without a mark, and mark it if it is intact."""
+    if is_intact := _has_digest(path, digest, size):
         _write_mark(lock, path)
-        return True
-    path.unlink(missing_ok=True)
-    return False
+    return is_intact

@@ -34,7 +34,6 @@ from millrace.digest import (
     describe_blocks,
     find_differing_blocks,
     get_hex,
-    hash_blocks,
     slice_blocks,
 )
 from millrace.keys.datasets import DatasetKeys
@@ -254,9 +253,13 @@ class ShardFetcher:
         """Return adjacent blocks of a shard, verified, as consecutive views."""
         expected = slice_blocks(blocks, range(first, last))
         start, end = first * BLOCK_SIZE, min(last * BLOCK_SIZE, shard.size)
-        read_blocks = partial(self._read_and_compare, shard, expected, start, end)
-        if len(self._files.stores) > 1:
-            read_blocks = partial(self._read_anywhere, shard, blocks, expected, start, end)
+        item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
+
+        def read_blocks() -> list[memoryview]:
+            if len(self._files.stores) > 1:
+                return [memoryview(self._files.read_blocks(item, range(first, last)))]
+            return self._read_and_compare(shard, expected, start, end)
+
         try:
             return self._read_twice(shard, read_blocks)
         except errors.MillraceError as error:
@@ -273,18 +276,6 @@ class ShardFetcher:
                 error,
             )
             return read_shard()
-
-    def _read_anywhere(
-        self, shard: ListedShard, blocks: bytes, expected: bytes, start: int, end: int
-    ) -> list[memoryview]:
-        """Return blocks of any of several stores."""
-
-        def check(data: bytes) -> None:
-            if hash_blocks(data) != expected:
-                raise errors.CorruptError("its bytes do not have the digests of their blocks")
-
-        item = MirroredObject(shard.key, shard.size, digest=shard.digest, blocks=blocks)
-        return [memoryview(self._files.read_object(item, start, end, check=check))]
 
     def _read_and_compare(
         self, shard: ListedShard, expected: bytes, start: int, end: int
@@ -345,12 +336,12 @@ class ShardFetcher:
         return _ShardFile(self._name(shard), os.open(lent.path, os.O_RDONLY), shard.size, lent)
 
     def _fetch_file(self, shard: ListedShard) -> LentFile | None:
-        blocks = partial(self._find_blocks, shard) if len(self._files.stores) > 1 else b""
+        blocks = partial(self._find_blocks, shard)
         fetch = partial(self._files.lend_file, shard.key, shard.size, shard.digest, blocks=blocks)
         return self._read_twice(shard, fetch)
 
     def _find_blocks(self, shard: ListedShard) -> bytes:
-        """Return the digests of a shard's blocks, by which a copy that differs is found early."""
+        """Return the digests of a shard's blocks, by which the damage of a copy is found."""
         with suppress(errors.MillraceError):  # without them, the whole copies are compared
             return self._read_blocks(shard)
         return b""

@@ -63,6 +63,23 @@ def test_a_process_that_is_killed_does_not_hinder_the_next(boundary: str, tmp_pa
     assert list((tmp_path / "parts").iterdir()) == []
 
 
+@pytest.mark.parametrize("boundary", ["mend", "half", "whole", "renamed", "marked"])
+def test_a_file_whose_mend_was_killed_is_mended_by_the_next_process(boundary: str, tmp_path: Path):
+    with start(tmp_path, "none") as process:
+        go_on(process)
+    (file,) = (tmp_path / "files").iterdir()
+    file.write_bytes(bytes(len(BODY)))
+    with start(tmp_path, boundary, 250_000) as first:
+        assert wait_for(first, boundary)[:1] == ["mend"][: boundary != "mend"]
+        with start(tmp_path, "none", 250_000) as second:
+            os.kill(first.pid, signal.SIGKILL)
+            steps = go_on(second)
+    assert ("mend" in steps) == (boundary in {"mend", "half", "whole"})
+    assert "reserved" not in steps
+    assert file.read_bytes() == BODY
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
 def test_a_second_process_waits_for_the_first_and_fetches_nothing(tmp_path: Path):
     with start(tmp_path, "half") as first:
         wait_for(first, "half")
@@ -77,7 +94,7 @@ def test_a_file_that_another_process_reads_is_kept(tmp_path: Path):
     other = random.Random(2).randbytes(100_000)
     digest = "blake3:" + "0" * 64
 
-    def download(file: int) -> None:
+    def download(file: int, _: Path | None) -> None:
         os.pwrite(file, other, 0)
 
     cache = DiskCache(tmp_path, 150_000)
@@ -97,5 +114,5 @@ def test_what_a_killed_process_has_reserved_is_free_again(tmp_path: Path):
         wait_for(process, "half")
     assert [part.stat().st_size for part in (tmp_path / "parts").iterdir()] == [100_000]
     cache = DiskCache(tmp_path, 150_000)
-    with cache.lend("blake3:" + "0" * 64, 100_000, lambda _: None):
+    with cache.lend("blake3:" + "0" * 64, 100_000, lambda *_: None):
         assert cache.held_bytes == 100_000

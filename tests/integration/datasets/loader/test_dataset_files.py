@@ -10,7 +10,7 @@ from millrace import errors
 from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.digest import BLOCK_SIZE, compute_digest, hash_blocks
-from millrace.storage import delete_one
+from millrace.storage import delete_one, put
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
@@ -46,6 +46,70 @@ def test_a_file_is_fetched_once_for_the_node(world: Mirrors, tmp_path: Path):
         files.close()
     served = [each["sent"] for each in world.proxies[1].list_requests() if each["status"] == 206]
     assert sum(served) == len(BODY)
+
+
+def flip(body: bytes, at: int) -> bytes:
+    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+
+
+LARGE = random.Random(5).randbytes(5 * BLOCK_SIZE)
+DAMAGES = {
+    "flipped": (flip(LARGE, 2 * BLOCK_SIZE + 9), 1),
+    "cut": (LARGE[: 3 * BLOCK_SIZE + 7], 2),
+    "longer": (LARGE + b"more", 0),
+    "empty": (b"", 5),
+}
+
+
+@pytest.mark.parametrize("stores", [1, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_only_the_damaged_blocks_of_a_cached_file_are_fetched(
+    world: Mirrors, tmp_path: Path, damage: str, stores: int
+):
+    key, digest, blocks = "large", compute_digest(LARGE), hash_blocks(LARGE)
+    world.put(key, LARGE, LARGE)
+    damaged, count = DAMAGES[damage]
+    files = DatasetFiles(world.specs[:stores], cache=DiskCache(tmp_path, 20 << 20))
+    lent = files.lend_file(key, len(LARGE), digest)
+    assert lent is not None
+    lent.path.write_bytes(damaged)
+    world.reset()
+    for _ in range(2):
+        mended = files.lend_file(key, len(LARGE), digest, blocks=lambda: blocks)
+        assert mended is not None
+        assert mended.path.read_bytes() == LARGE
+    requests = [each for proxy in world.proxies for each in proxy.list_requests()]
+    assert sum(each["sent"] for each in requests if each["status"] == 206) == count * BLOCK_SIZE
+
+
+def test_damaged_blocks_are_fetched_from_a_store_that_has_them(world: Mirrors, tmp_path: Path):
+    key, digest, at = "large", compute_digest(LARGE), 2 * BLOCK_SIZE
+    files = DatasetFiles(world.specs, cache=DiskCache(tmp_path, 20 << 20))
+    world.put(key, flip(LARGE, at), LARGE)
+    for damaged in (flip(LARGE, at + 5), LARGE[:at]):
+        lent = files.lend_file(key, len(LARGE), digest, blocks=hash_blocks(LARGE))
+        assert lent is not None
+        assert lent.path.read_bytes() == LARGE
+        lent.path.write_bytes(damaged)
+    put(world.stores[1], key, flip(LARGE, at))
+    with pytest.raises(errors.CorruptError, match="digests of their blocks"):
+        files.lend_file(key, len(LARGE), digest, blocks=hash_blocks(LARGE))
+    assert lent.path.read_bytes() == damaged  # its intact blocks are used later
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_a_damaged_file_is_never_mended_by_digests_of_another(world: Mirrors, tmp_path: Path):
+    world.put(KEY, WRONG, WRONG)
+    put(world.stores[1], KEY, BODY)
+    files = DatasetFiles(world.specs[1:], cache=DiskCache(tmp_path, 20 << 20))
+    for _ in range(2):
+        lent = files.lend_file(KEY, len(BODY), DIGEST)
+        assert lent is not None
+        assert lent.path.read_bytes() == BODY
+        lent.path.write_bytes(WRONG)
+    wrong = DatasetFiles(world.specs[:1], cache=DiskCache(tmp_path, 20 << 20))
+    with pytest.raises(errors.CorruptError, match="do not have the digest of the object"):
+        wrong.lend_file(KEY, len(BODY), DIGEST, blocks=hash_blocks(WRONG))
 
 
 def test_a_file_stays_until_it_is_released_as_often_as_it_was_fetched(

@@ -20,7 +20,7 @@ from millrace.datasets.loader.fetch import ShardFetcher
 from millrace.datasets.loader.readers import SampleReader, open_reader
 from millrace.datasets.loader.shard_table import ShardTable, make_shard_table
 from millrace.datasets.sample import Sample
-from millrace.digest import compute_digest
+from millrace.digest import BLOCK_SIZE, compute_digest
 from millrace.schemas.dataset import Manifest, encode_sample_offsets
 from millrace.storage import Store, delete_one, open_store, put, read
 from tests.support.formats import ALL_TYPES
@@ -365,12 +365,22 @@ def test_a_cached_shard_is_read_without_the_store(cached: Case) -> None:
     assert_same(cached.read(5, 20), cached.expected[5:])
 
 
-def test_a_damaged_file_of_the_cache_is_fetched_again(cached: Case) -> None:
+def test_a_damaged_file_of_the_cache_is_mended(cached: Case) -> None:
     cached.read(0, 20)
     (file,) = (cached.cache or Path()).glob("files/*")
     for damage in (b"", file.read_bytes()[:-1], bytes(file.stat().st_size)):
         file.write_bytes(damage)
         assert_same(cached.read(0, 20), cached.expected)
+
+
+def test_intact_blocks_of_a_damaged_file_of_the_cache_are_not_fetched(cached: Case) -> None:
+    cached.read(0, 20)
+    (file,) = (cached.cache or Path()).glob("files/*")
+    body = read(cached.store, cached.key)
+    last = len(body) // BLOCK_SIZE * BLOCK_SIZE
+    put(cached.store, cached.key, bytes(last) + body[last:])  # only the last block is intact
+    file.write_bytes(body[: last + 5])
+    assert_same(cached.read(0, 20), cached.expected)
 
 
 def test_nothing_of_a_damaged_shard_stays_in_the_cache(cached: Case) -> None:

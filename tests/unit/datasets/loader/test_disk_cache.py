@@ -34,7 +34,7 @@ class Source:
     def lend(self, cache: DiskCache, body: bytes) -> LentFile | None:
         digest = compute_digest(body)
 
-        def download(file: int) -> None:
+        def download(file: int, _: Path | None) -> None:
             self.fetched.append(digest)
             os.pwrite(file, body, 0)
 
@@ -131,7 +131,7 @@ def test_a_torn_file_of_another_boot_is_fetched_again(tmp_path, source, damage, 
     """The time and the size of the file are those of the mark, as after a crash of the machine."""
     body = make(1)
     with DiskCache(tmp_path, 100 * KB).lend(
-        compute_digest(body), len(body), lambda file: os.pwrite(file, body, 0)
+        compute_digest(body), len(body), lambda file, _: os.pwrite(file, body, 0)
     ) as lent:
         path = lent.path
     before = path.stat()
@@ -154,6 +154,48 @@ def test_a_file_that_was_changed_in_this_boot_is_fetched_again(tmp_path, source)
     lent.close()
     assert read(source.lend(cache, body)) == body
     assert len(source.fetched) == 2
+
+
+def test_a_damaged_file_stays_until_the_mended_one_has_its_name(tmp_path, source):
+    cache, body = DiskCache(tmp_path, 100 * KB), make(1)
+    damaged = body[:5000] + bytes(5000)
+    kept = source.lend(cache, body)
+    kept.path.write_bytes(damaged)
+    found: list[bytes] = []
+    digest = compute_digest(body)
+
+    def fail(file: int, path: Path | None) -> None:
+        found.append(path.read_bytes())
+        os.pwrite(file, b"half", 0)
+        raise errors.UnavailableError("no store answers")
+
+    def mend(file: int, path: Path | None) -> None:
+        found.append(path.read_bytes())
+        os.pwrite(file, body, 0)
+
+    with kept, kept.path.open("rb") as reader:
+        with pytest.raises(errors.UnavailableError):
+            cache.lend(digest, len(body), fail)
+        assert cache.held_bytes == len(body)
+        assert read(cache.lend(digest, len(body), mend)) == body
+        assert found == [damaged, damaged]
+        assert reader.read() == damaged  # a reader keeps the file that it has opened
+
+
+def test_a_damaged_file_without_room_beside_it_is_fetched_as_a_whole(tmp_path, source, caplog):
+    cache, body, other = DiskCache(tmp_path, 25 * KB), make(1), make(2)
+    with source.lend(cache, other):
+        source.lend(cache, body).close()
+        (path,) = (one for one in (tmp_path / "files").iterdir() if one.read_bytes() == body)
+        path.write_bytes(bytes(len(body)))
+
+        def download(file: int, damaged: Path | None) -> None:
+            assert damaged is None
+            os.pwrite(file, body, 0)
+
+        assert read(cache.lend(compute_digest(body), len(body), download)) == body
+    assert cache.held_bytes == 20 * KB
+    assert caplog.text == ""
 
 
 def test_threads_that_want_one_file_fetch_it_once(tmp_path, source):
@@ -202,7 +244,7 @@ def test_threads_with_more_files_than_fit_keep_the_bound(tmp_path, source):
 def test_an_error_of_the_download_leaves_nothing(tmp_path, source):
     cache, body = DiskCache(tmp_path, 100 * KB), make(1)
 
-    def fail(file: int) -> None:
+    def fail(file: int, _: Path | None) -> None:
         os.pwrite(file, b"half", 0)
         raise errors.UnavailableError("no store answers")
 
@@ -359,7 +401,7 @@ def test_a_child_that_is_forked_during_a_download_holds_no_lock(tmp_path, source
     cache, body = DiskCache(tmp_path, 100 * KB), make(1)
     begun, go_on = threading.Event(), threading.Event()
 
-    def fail(_: int) -> None:
+    def fail(*_: object) -> None:
         begun.set()
         assert go_on.wait(60)
         raise errors.UnavailableError("no store answers")
