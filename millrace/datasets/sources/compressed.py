@@ -2,16 +2,19 @@
 
 Nothing is read while a run is planned. The first run that reads a file stores the state of its
 decompressor about every 32 MiB of the file. A run that continues begins at the last of these seek
-points. They are not needed: without them, the file is read from the beginning.
+points. They are not needed: without them, the file is read from the beginning. A warning names a
+file of zstd whose frame is too long for them.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from millrace import errors
 from millrace.datasets.sources.decoder import DamageError, DecoderState, FileDecompressor
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.lines import Section
+from millrace.formatting import format_size
 from millrace.keys.datasets import make_seek_point_key, parse_seek_point
 from millrace.records import commit_once, fetch
 from millrace.schemas.dataset import (
@@ -23,6 +26,8 @@ from millrace.schemas.dataset import (
 from millrace.storage import Store, list_objects
 
 SEEK_INTERVAL = 32 << 20  # compressed bytes from one seek point to the next
+
+logger = logging.getLogger(__name__)
 
 _EXTENSIONS = (".gz", ".zst")
 _REFUSED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
@@ -67,8 +72,10 @@ def iterate_compressed_sections(
     """
     file = source_range.file
     state = _find_state(store, source_range, cursor) if store else DecoderState()
-    decoder = _open_decoder(find_compression(file.path), state)
+    extension = find_compression(file.path)
+    decoder = _open_decoder(extension, state)
     cursor, offset, position = state.cursor, state.offset, state.position
+    seek_point, may_warn = position, store_states and extension == ".zst"
     try:
         for step in _iterate_steps(files, file, position, block):
             for data in decoder.decode(position, step):
@@ -76,7 +83,15 @@ def iterate_compressed_sections(
                 cursor, offset = cursor + len(data), offset + len(data)
             if (found := decoder.take_state()) is not None and store and store_states:
                 _store_state(store, source_range, found)
+                seek_point = found.position
             position += len(step)
+            if store and may_warn and position - seek_point > 2 * SEEK_INTERVAL:
+                logger.warning(
+                    "%s has a frame of zstd of more than %s: a run that continues reads the file "
+                    "from byte %d again. Compress it in several frames, as `pzstd` does.",
+                    files.make_url(file.path), format_size(2 * SEEK_INTERVAL), seek_point,
+                )  # fmt: skip
+                may_warn = False
             cursor = CompressedRange.make_cursor(position, 0)
         decoder.finish()
     except DamageError as error:

@@ -218,6 +218,21 @@ def test_a_run_that_continues_reads_from_the_last_seek_point(name, monkeypatch):
     assert files.starts[-1] > len(body) // 2
 
 
+@pytest.mark.parametrize("name", ["program.zst", "frames.zst", "program.gz"])
+def test_a_file_of_one_long_frame_is_named_once(name, monkeypatch, caplog):
+    monkeypatch.setattr(compressed, "SEEK_INTERVAL", INTERVAL)
+    store = make_memory()
+    put(store, f"a.jsonl.{name}", ENCODERS[name](encode(make_lines(6 << 20))))
+    (partition,), source = open_partitions(store, make_memory())
+    assert len(list(source.iterate_rows(partition.source_range, 0))) == len(make_lines(6 << 20))
+    warning = (
+        f"{store.make_url(f'a.jsonl.{name}')} has a frame of zstd of more than 524.3 kB: a run "
+        "that continues reads the file from byte 0 again. Compress it in several frames, as "
+        "`pzstd` does."
+    )
+    assert caplog.messages == ([warning] if name == "program.zst" else [])
+
+
 def test_what_a_bit_of_any_position_begins_continues(monkeypatch):
     """Blocks begin at every bit of a byte; each needs other bits before it."""
     monkeypatch.setattr(compressed, "SEEK_INTERVAL", 1)
