@@ -58,16 +58,7 @@ def verify_mirror(
     A mirror that cannot be read is a fault of the mirror, and not of the run.
     """
     store = open_store(spec, make_folder=False)
-    manifest = datasets.read_manifest(store, DatasetKeys(dataset))
-    try:
-        return datasets.verify_dataset(
-            open_store(mirror, make_folder=False), dataset, digests=with_digests, manifest=manifest
-        )
-    except errors.MillraceError as error:
-        fault = datasets.ShardFault(mirror.url, str(error))
-        return Verification(
-            len(manifest.shards), manifest.size, (), with_digests, other_faults=(fault,)
-        )
+    return datasets.verify_mirror(store, mirror, dataset, digests=with_digests)
 
 
 def make_failed_verification(

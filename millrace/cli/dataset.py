@@ -1,5 +1,6 @@
 """``millrace dataset``: shard a source, verify the shards, and delete garbage."""
 
+from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         PreviewedRow,
         SamplePreview,
         ShardReport,
+        Verification,
     )
     from millrace.progress import Event
     from millrace.rented_sharding import VastSettings
@@ -415,29 +417,54 @@ def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
 @dataset.command()
 @_take_dataset
 @click.option("--quick", is_flag=True, help="Compare sizes only; read no shard.")
+@click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="URL",
+    help="Also verify the copies there, by the same manifest: a URL, or a settings file with a "
+    "`store` and its credentials. May be given again.",
+)
 @print_result
-def verify(target: str, name: str | None, *, quick: bool) -> CommandResult:
+def verify(
+    target: str, name: str | None, *, quick: bool, mirrors: tuple[str, ...]
+) -> CommandResult:
     r"""Compare every shard with the manifest. Exit code 1 if a shard is missing or differs.
 
     An object beside the shards that the manifest does not name is an error, too.
 
     \b
     Example: millrace verify r2://ACCOUNT/BUCKET my-dataset
+             millrace verify job.yaml --mirror s3://MIRROR
     """
-    from millrace.datasets import verify_dataset
+    from millrace.datasets import verify_dataset, verify_mirror
 
     store, found_name = _open_dataset(target, name)
+    specs = [read_store(one) for one in mirrors]
     result = verify_dataset(store, found_name, digests=not quick)
+    _show_verification(store.url, result)
+    copies: dict[str, Verification] = {}
+    for spec in specs:
+        found = copies[spec.url] = verify_mirror(store, spec, found_name, digests=not quick)
+        _show_verification(spec.url, found)
+    is_intact = all(one.is_intact for one in (result, *copies.values()))
+    return CommandResult({**asdict(result), "mirrors": copies}, 0 if is_intact else 1)
+
+
+def _show_verification(url: str, result: "Verification") -> None:
+    """Print the faults of a dataset at a URL, and how many of its shards are intact."""
+    from millrace.storage.locations import escape_key
+
     for fault in result.all_faults:
-        echo(f"{store.make_url(fault.key)}: {fault.reason}")
+        name = url if fault.key == url else f"{url}/{escape_key(fault.key)}"
+        echo(f"{name}: {fault.reason}")
     compared = "sizes and digests" if result.includes_digests else "sizes"
     echo(
-        f"{format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
+        f"{url}: {format_count(result.shards - len(result.faults), 'shard')} of {result.shards} "
         f"as the manifest says ({compared}, {format_size(result.size)})."
     )
     for sentence in result.notes:
         echo(sentence)
-    return CommandResult(result, 0 if result.is_intact else 1)
 
 
 @dataset.command()

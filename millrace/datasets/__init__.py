@@ -27,7 +27,7 @@ from millrace.datasets.status import (
     find_datasets,
     read_status,
 )
-from millrace.datasets.verify import ShardFault, Verification, verify_dataset
+from millrace.datasets.verify import ShardFault, Verification, verify_dataset, verify_mirror
 
 __all__ = [
     "CardSettings",
@@ -60,4 +60,5 @@ __all__ = [
     "run_from_file",
     "shard_dataset",
     "verify_dataset",
+    "verify_mirror",
 ]

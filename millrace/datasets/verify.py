@@ -17,7 +17,14 @@ from millrace.lease import Census, StoreClock
 from millrace.progress import Progress, ignore_event
 from millrace.records import fetch
 from millrace.schemas.dataset import Manifest, ManifestShard
-from millrace.storage import Store, describe_difference, list_objects, marks_folder
+from millrace.storage import (
+    Store,
+    StoreSpec,
+    describe_difference,
+    list_objects,
+    marks_folder,
+    open_store,
+)
 
 _STRAY = "not in the manifest; `millrace dataset collect-garbage` deletes it after an hour"
 _FOREIGN = (
@@ -139,6 +146,31 @@ def verify_dataset(
         strays=tuple(ShardFault(key, _STRAY if keys.is_own(key) else _FOREIGN) for key in strays),
         notes=notes,
     )
+
+
+def verify_mirror(
+    store: Store, mirror: StoreSpec, dataset: str, *, digests: bool = True
+) -> Verification:
+    """Check the copies of a complete dataset in a mirror against the manifest of its store.
+
+    A mirror that cannot be read is a fault of the mirror, and raises no error.
+
+    Args:
+        store: Store of the dataset.
+        mirror: Location with copies of the store's objects.
+        dataset: Name of the dataset.
+        digests: Whether to read every byte, as in `verify_dataset`.
+
+    Raises:
+        NotFoundError: The dataset is not complete in its store.
+    """
+    manifest = read_manifest(store, DatasetKeys(dataset))
+    try:
+        copies = open_store(mirror, make_folder=False)
+        return verify_dataset(copies, dataset, digests=digests, manifest=manifest)
+    except errors.MillraceError as error:
+        fault = ShardFault(mirror.url, str(error))
+        return Verification(len(manifest.shards), manifest.size, (), digests, other_faults=(fault,))
 
 
 def _describe_manifest(store: Store, keys: DatasetKeys, expected: Manifest) -> str:

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -502,6 +503,27 @@ def test_run_verify_status_and_gc_speak_of_the_same_dataset(run, settings, tmp_p
     shard = next((tmp_path / "store" / "lines" / "shards").rglob("*.tar"))
     shard.write_bytes(b"other")
     assert "5 bytes, not" in run("verify", store, "lines", code=1)
+
+
+def test_copies_at_mirrors_are_verified_by_the_manifest_of_the_store(run, settings, tmp_path):
+    run("run", str(settings))
+    store = tmp_path / "store"
+    urls = [(tmp_path / name).as_uri() for name in ("store", "whole", "damaged", "none")]
+    for name in ("whole", "damaged"):
+        shutil.copytree(store, tmp_path / name)
+    (shard,) = (tmp_path / "damaged").rglob("*.tar")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    shown = run("verify", urls[0], "lines", "--mirror", urls[1])
+    for url in urls[:2]:
+        assert f"{url}: 1 shard of 1 as the manifest says (sizes and digests" in shown
+    options = [part for url in urls[1:] for part in ("--mirror", url)]
+    shown = run("verify", str(settings), *options, code=1)
+    assert f"{urls[2]}/{shard.relative_to(tmp_path / 'damaged')}: its bytes are not" in shown
+    assert f"{urls[2]}: 0 shards of 1 as the manifest says" in shown
+    assert f"{urls[3]}: There is no folder {tmp_path / 'none'}" in shown
+    shown = run("verify", str(settings), "--quick", "--mirror", urls[2], "--json")
+    mirrors = json.loads(shown[shown.index("{") :])["mirrors"]
+    assert [(url, found["faults"]) for url, found in mirrors.items()] == [(urls[2], [])]
 
 
 def test_only_a_rental_needs_the_variables_of_its_section(run, settings, tmp_path):

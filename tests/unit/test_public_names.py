@@ -104,6 +104,7 @@ def test_the_names_of_shards():
         "read_status",
         "shard_dataset",
         "verify_dataset",
+        "verify_mirror",
     }
 
 
