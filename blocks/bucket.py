@@ -104,8 +104,9 @@ store = bucket.open("read")
     mirrors: list[str] = Field(
         default_factory=list,
         description="Mirrors with the same objects: URLs that the read credentials reach too, "
-        "or names of other Millrace Bucket blocks. Loaders and `prewarm` read them too. "
-        "`verify-datasets` verifies them. Sharding, merging and checkpoints do not use them.",
+        "or names of other Millrace Bucket blocks. Loaders, `prewarm` and the workers of a "
+        "campaign on its own machine read them too. `verify-datasets` verifies them. Sharding, "
+        "merging and checkpoints do not use them.",
     )
 
     @field_validator("url")

@@ -28,6 +28,7 @@ from tasks.locations import (
     BucketLocation,
     HubRepository,
     SourceInput,
+    make_mirror_specs,
     make_store_spec,
     refuse_temporary,
     require_location,
@@ -212,6 +213,7 @@ class CampaignPlan(_PlanModel):
             training = Training(
                 self.name, dataset, self.training, read_store, write_store,
                 initial_weights_url="" if url == read_store.url else url,
+                mirrors=tuple(make_mirror_specs(self.bucket)),
             )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}
         if self.training is not None and isinstance(self.training.machines, RentedWorkerSettings):

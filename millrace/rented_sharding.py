@@ -38,7 +38,7 @@ from millrace.rentals import (
     VastAccount,
     check_offer_id,
     describe_granted,
-    make_access_settings,
+    make_location_settings,
     make_store_settings,
 )
 from millrace.settings import escape_variables, fill_variables, load_settings, validate_settings
@@ -317,7 +317,7 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
         settings["source"] |= make_store_settings(granted, Right.READ, path)
     else:
         source = _check_source(config.source.store, vast)
-        settings["source"] |= _make_source_settings(describe_granted(source))
+        settings["source"] |= make_location_settings(describe_granted(source), "MILLRACE_SOURCE")
         if source.ca_file is not None:
             files[_CA_FILE] = _read_ca_file(source.ca_file)
             settings["source"]["ca_file"] = _CA_FILE
@@ -368,7 +368,7 @@ def _make_mirror_settings(
             "source only. Remove it from `mirrors`, or name a location below the store of the "
             "shards, or a public web server or dataset of the Hub."
         )
-    return _make_source_settings(mirror)
+    return make_location_settings(mirror, "MILLRACE_SOURCE")
 
 
 def _make_read_grant(path: str, url: str) -> StorageGrant:
@@ -384,15 +384,6 @@ def _make_read_grant(path: str, url: str) -> StorageGrant:
             f"Rented machines get no access to {url}: its folder in the store of the shards begins "
             "with `_`, as those of Millrace's own records. Move the files to another folder."
         ) from None
-
-
-def _make_source_settings(source: StoreSpec) -> dict[str, Any]:
-    """Return the settings of a source for a file on a machine, with variables for its secrets."""
-    fields = {"url", "endpoint", "region", "account_id"}
-    settings: dict[str, Any] = escape_variables(
-        source.model_dump(mode="json", include=fields, exclude_none=True)
-    )
-    return settings | make_access_settings(source, "MILLRACE_SOURCE")
 
 
 def _read_ca_file(path: Path) -> str:

@@ -31,6 +31,8 @@ class Training:
         write_store: Store of the campaign, with write credentials.
         initial_weights_url: URL of the store with the weights that the run begins with; empty for
             the store of the campaign.
+        mirrors: Mirrors of the store, with read credentials. Only workers on this machine read
+            them: rented machines have credentials for the store alone.
     """
 
     campaign: str
@@ -39,6 +41,7 @@ class Training:
     read_store: StoreSpec
     write_store: StoreSpec
     initial_weights_url: str = ""
+    mirrors: tuple[StoreSpec, ...] = ()
 
     @property
     def keys(self) -> CampaignKeys:

@@ -51,7 +51,9 @@ class LocalWorkerProcesses:
         self._training, self._folder = training, machines.folder
         self._environment = {
             **os.environ, "PATH": make_worker_path(),
-            **make_worker_environment(training.read_store, training.write_store),
+            **make_worker_environment(
+                training.read_store, training.write_store, training.mirrors
+            ),
         }  # fmt: skip
         self._progress, self._progress_lock = progress, threading.Lock()
         self._settings_folder = tempfile.TemporaryDirectory(prefix="millrace-workers-")
@@ -132,7 +134,11 @@ class LocalWorkerProcesses:
         file = Path(self._settings_folder.name) / f"{uid}.yaml"
         file.write_text(
             render_worker_settings(
-                training.worker_settings, training.read_store, training.write_store, number
+                training.worker_settings,
+                training.read_store,
+                training.write_store,
+                number,
+                training.mirrors,
             ),
             encoding="utf-8",
         )

@@ -10,8 +10,8 @@
 
 from millrace.rentals.access_variables import (
     describe_granted,
-    make_access_settings,
     make_access_variables,
+    make_location_settings,
     make_store_settings,
 )
 from millrace.rentals.clock import Clock, SystemClock
@@ -69,8 +69,8 @@ __all__ = [
     "has_open_attempts",
     "list_attempts",
     "list_rentals",
-    "make_access_settings",
     "make_access_variables",
+    "make_location_settings",
     "make_store_settings",
     "open_account",
     "reap",

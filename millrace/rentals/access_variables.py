@@ -36,6 +36,20 @@ def make_store_settings(store: StoreSpec, access: Right, path: str = "") -> dict
     return {"url": url, **settings, **make_access_settings(store, f"MILLRACE_{access.upper()}")}
 
 
+def make_location_settings(store: StoreSpec, prefix: str) -> dict[str, Any]:
+    """Return the settings of another store for the file of a process.
+
+    Args:
+        store: Store; for a rented machine as `describe_granted` returns it.
+        prefix: Prefix of the variables with its secrets.
+    """
+    fields = {"url", "endpoint", "region", "account_id"}
+    settings: dict[str, Any] = escape_variables(
+        store.model_dump(mode="json", include=fields, exclude_none=True)
+    )
+    return settings | make_access_settings(store, prefix)
+
+
 def make_access_settings(store: StoreSpec, prefix: str) -> dict[str, Any]:
     """Return the secret fields of a store, as variables whose names have a prefix."""
     settings: dict[str, Any] = {}

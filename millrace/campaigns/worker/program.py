@@ -1,5 +1,6 @@
 """Program of a campaign's workers: settings file, environment and storage grants."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ from millrace.rentals import (
     StorageGrant,
     describe_granted,
     make_access_variables,
+    make_location_settings,
     make_store_settings,
 )
 from millrace.rentals.messages import SLOT_VARIABLE
@@ -22,7 +24,11 @@ _SETTINGS_FILE = "millrace-worker.yaml"
 
 
 def render_worker_settings(
-    shared: SharedWorkerSettings, read_spec: StoreSpec, write_spec: StoreSpec, number: int | str
+    shared: SharedWorkerSettings,
+    read_spec: StoreSpec,
+    write_spec: StoreSpec,
+    number: int | str,
+    mirrors: Sequence[StoreSpec] = (),
 ) -> str:
     """Return the settings of a worker, as YAML; its credentials are in its environment.
 
@@ -31,6 +37,7 @@ def render_worker_settings(
         read_spec: Store of the campaign, with read credentials.
         write_spec: Store of the campaign, with write credentials.
         number: Number of the worker, or a variable that the worker's environment has.
+        mirrors: Mirrors of the store, with read credentials.
     """
     settings: dict[str, Any] = escape_variables(shared.model_dump(mode="json"))
     settings |= {
@@ -39,16 +46,27 @@ def render_worker_settings(
         "number": number,
         "read_store": make_store_settings(read_spec, Right.READ),
         "write_store": make_store_settings(write_spec, Right.WRITE),
+        "mirrors": [
+            make_location_settings(spec, prefix) for prefix, spec in _name_mirrors(mirrors)
+        ],
     }
     return yaml.safe_dump(settings, sort_keys=False)
 
 
-def make_worker_environment(read_spec: StoreSpec, write_spec: StoreSpec) -> dict[str, str]:
+def make_worker_environment(
+    read_spec: StoreSpec, write_spec: StoreSpec, mirrors: Sequence[StoreSpec] = ()
+) -> dict[str, str]:
     """Return the variables that `render_worker_settings` refers to, for a local worker."""
     variables = {"MILLRACE_STORE": write_spec.url}
-    for right, spec in ((Right.READ, read_spec), (Right.WRITE, write_spec)):
-        variables |= make_access_variables(spec, f"MILLRACE_{right.upper()}")
+    named = [("MILLRACE_READ", read_spec), ("MILLRACE_WRITE", write_spec), *_name_mirrors(mirrors)]
+    for prefix, spec in named:
+        variables |= make_access_variables(spec, prefix)
     return variables
+
+
+def _name_mirrors(mirrors: Sequence[StoreSpec]) -> list[tuple[str, StoreSpec]]:
+    """Return mirrors with the prefix of the variables of each."""
+    return [(f"MILLRACE_MIRROR_{number}", spec) for number, spec in enumerate(mirrors)]
 
 
 def make_training_program(

@@ -64,6 +64,11 @@ class WorkerSettings(SharedWorkerSettings):
     uid: str = Field(description="Unique name of the worker.")
     number: int = Field(default=0, ge=0, description="Number of this worker, from 0 on.")
     read_store: StoreSpec = Field(description="Campaign's store, with credentials to read.")
+    mirrors: tuple[StoreSpec, ...] = Field(
+        default=(),
+        description="Mirrors of the campaign's store, with credentials to read. `load_batches` "
+        "reads them, too.",
+    )
     write_store: StoreSpec = Field(
         description="Campaign's store, with credentials to write the worker's own prefixes."
     )

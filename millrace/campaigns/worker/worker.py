@@ -138,7 +138,7 @@ class Worker:
         """Return this worker's batches of a window: one for each of its steps.
 
         They follow from the dataset, the run, the number of the worker and the window. Shards are
-        kept on the disk of the machine.
+        read from the store or its mirrors, and kept on the disk of the machine.
 
         Args:
             window: The window.
@@ -156,7 +156,7 @@ class Worker:
         loader = self._loaders.get(chosen)
         if loader is None:
             loader = self._loaders[chosen] = WindowLoader(
-                self.settings.read_store,
+                [self.settings.read_store, *self.settings.mirrors],
                 self.settings.dataset,
                 run=self.settings.run.name,
                 number=self.settings.number,

@@ -9,14 +9,25 @@ import pytest
 import torch
 
 from millrace import errors
-from millrace.campaigns.worker import Worker, find_joined_workers, read_median_metric, reports
+from millrace.campaigns.worker import (
+    WindowLoader,
+    Worker,
+    find_joined_workers,
+    read_median_metric,
+    reports,
+)
 from millrace.checkpoints import load
-from millrace.gradients import TrainingWindow, begin_run, select_weights
+from millrace.datasets.formats import FieldType
+from millrace.datasets.sample import Sample
+from millrace.gradients import RunSettings, TrainingWindow, begin_run, select_weights
 from millrace.records import commit_once, fetch
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.schemas.gradient import StartWindow
 from millrace.storage import Store, put, read
+from millrace.testing.rgw import RGW
 from tests.support.campaigns.workers import Make, finalize_dataset, owned
+from tests.support.mirrors import Mirrors, start_mirrors
+from tests.support.shard_datasets import write_dataset
 
 
 def test_a_worker_has_its_share_of_the_shards_on_its_disk(store: Store, make: Make) -> None:
@@ -230,3 +241,28 @@ def test_a_manifest_of_another_dataset_is_refused(store: Store, make: Make) -> N
     put(store, "words/manifest.json", read(store, "text/manifest.json"))
     with pytest.raises(errors.ConfigurationError, match="is a copy of the dataset 'text'"):
         Worker(make(dataset="words")).fetch_shards()
+
+
+def test_a_worker_loads_its_windows_from_a_mirror_when_the_store_is_dead(
+    rgw: RGW, make: Make, tmp_path: Path
+) -> None:
+    run = RunSettings(run="small/run", windows=12, steps=10)
+    samples = [[Sample(f"k{n}", {"txt": b"%d" % n}, n)] for n in range(120)]  # a shard of each
+    with start_mirrors(rgw, tmp_path, 2) as proxies:
+        world = Mirrors.make(rgw, proxies)
+        for store in world.stores:
+            write_dataset(store, "text", ["webdataset"], {"txt": FieldType.STR}, samples)
+        first, mirror = world.specs
+        alone = WindowLoader(
+            mirror, "text", run=run.name, number=0, workers=1, batch_size=1, steps=run.steps
+        )
+        worker = Worker(make(run=run, read_store=first, mirrors=[mirror]))
+        loaded: list[str] = []
+        for number in range(1, run.windows + 1):
+            if number == 3:
+                world.proxies[0].kill()
+            window = TrainingWindow(number, 0, run.steps)
+            batches = list(worker.load_batches(window, 1))
+            assert batches == list(alone.load(number))
+            loaded += [sample["txt"] for batch in batches for sample in batch]
+    assert sorted(map(int, loaded)) == list(range(120))

@@ -10,6 +10,7 @@ from millrace.campaigns.worker import (
     SharedWorkerSettings,
     WorkerSettings,
     make_training_program,
+    make_worker_environment,
     render_worker_settings,
 )
 from millrace.gradients import RunSettings
@@ -23,7 +24,7 @@ from millrace.rentals import (
     derive_node_key,
 )
 from millrace.settings import load_settings
-from millrace.storage import StoreSpec
+from millrace.storage import Credentials, StoreSpec
 from tests.support.rentals.parts import make_attempt, receive_program
 
 SETTINGS = SharedWorkerSettings(
@@ -72,6 +73,24 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
     settings = load_settings(path, WorkerSettings, environment)
     assert settings.command == ("bash", "-c", "echo ${HOME} $${X} ${1} 2")
     assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
+
+
+def test_a_local_worker_has_the_mirrors_with_credentials_of_their_own(tmp_path: Path) -> None:
+    pairs = [
+        Credentials(access_key_id=n, secret_access_key=f"secret-{n}", session_token=f"secret-{n}t")
+        for n in "ab"
+    ]
+    mirrors = [
+        StoreSpec(url="r2://account/one", account_id="account", credentials=pairs[0]),
+        StoreSpec(url="s3://two", endpoint="http://localhost:1", credentials=pairs[1]),
+        StoreSpec(url="file:///three/${X}"),
+    ]
+    store = StoreSpec(url=tmp_path.as_uri())
+    path = tmp_path / "millrace-worker.yaml"
+    path.write_text(render_worker_settings(SETTINGS, store, store, 2, mirrors))
+    assert "secret-" not in path.read_text()
+    settings = load_settings(path, WorkerSettings, make_worker_environment(store, store, mirrors))
+    assert list(settings.mirrors) == mirrors
 
 
 @pytest.mark.parametrize("name", ["worker-0-b", "my-worker-01"])

@@ -9,6 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from blocks import Bucket
+from blocks.bucket import BucketRole
 from flows.campaign import run_campaign
 from flows.campaign_command import read_campaign_plan
 from flows.campaign_plan import (
@@ -121,6 +123,14 @@ def test_weights_of_another_bucket_have_its_url(bucket: str | None, url: str) ->
     training = CampaignPlan.model_validate(plan).make_campaign().training
     assert training is not None
     assert training.initial_weights_url == url
+
+
+def test_the_mirrors_of_a_block_are_those_of_the_training() -> None:
+    bucket = Bucket(role=BucketRole.DATASET, url="file:///x", mirrors=["file:///y", "file:///z"])
+    plan = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())
+    training = CampaignPlan.model_validate(plan | {"bucket": bucket}).make_campaign().training
+    assert training is not None
+    assert [one.url for one in training.mirrors] == bucket.mirrors
 
 
 def test_a_plan_is_held_against_the_pinned_one_before_anything_is_made(tmp_path: Path) -> None:
