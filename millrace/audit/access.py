@@ -38,8 +38,10 @@ from millrace.storage import (
     read,
 )
 from millrace.storage.clients import make_full_key
+from millrace.storage.signed import describe_body_check
 
 _BODY, _OTHER = b"audit", b"audited"
+_LARGE_BODY = bytes(256 << 10)  # shows which checksum of an upload the store checks
 _UNAVAILABLE_OUTCOMES = {
     RequestOutcome.NOT_FOUND,
     RequestOutcome.THROTTLED,
@@ -173,7 +175,8 @@ class AuditReport(BaseModel):
 
     Attributes:
         findings: Findings of every role, credential and operation.
-        notes: Sentences about missing, shared or expiring credentials and leftover objects.
+        notes: Sentences about missing, shared or expiring credentials, checksums of uploads, and
+            leftover objects.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -241,7 +244,7 @@ def audit(settings: AuditSettings) -> AuditReport:
             if credentials is not None:
                 probe = _CredentialProbe(settings, name, right, unreachable_endpoints)
                 findings += probe.iterate_findings()
-                notes += probe.leftover_notes
+                notes += probe.notes
     return AuditReport(findings=tuple(findings), notes=tuple(notes))
 
 
@@ -272,14 +275,14 @@ class _CredentialProbe:
         right: Right of the credential.
         unreachable_endpoints: Reason why an endpoint does not answer, by the endpoint. All probes
             of an audit share these reasons.
-        leftover_notes: Notes on objects that could not be deleted.
+        notes: Notes on the checks of the store, and on objects that could not be deleted.
     """
 
     settings: AuditSettings
     role_name: str
     right: Right
     unreachable_endpoints: dict[_Endpoint, str]
-    leftover_notes: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
 
     def iterate_findings(self) -> Iterator[Finding]:
         """Yield the finding of each operation."""
@@ -386,7 +389,7 @@ class _CredentialProbe:
             ),
             Operation.GET: require_test_object(get_object),
             Operation.HEAD: require_test_object(lambda: head(store, keys["existing"])),
-            Operation.PUT: lambda: put(store, keys["put"], _BODY),
+            Operation.PUT: lambda: self._put_object(store, keys["put"]),
             Operation.OVERWRITE: require_test_object(overwrite_object),
             Operation.CREATE: lambda: _check_create_once(store, keys["new"]),
             Operation.MULTIPART: lambda: _upload_multipart(store, keys["parts"]),
@@ -397,6 +400,15 @@ class _CredentialProbe:
         for operation, areas in self._find_forbidden_areas(store, role).items():
             found[operation] = partial(self._attempt_access, areas)
         return found
+
+    def _put_object(self, store: Store, key: str) -> None:
+        """Write an object; with the right to write, note which checksum the store has checked."""
+        if self.right is Right.READ:
+            put(store, key, _BODY)
+            return
+        put(store, key, _LARGE_BODY)
+        if check := describe_body_check(store):
+            self.notes.append(f"{self.role_name}: {check}")
 
     def _find_forbidden_areas(
         self, store: Store, role: AuditedRole
@@ -533,13 +545,13 @@ class _CredentialProbe:
         for store in stores:
             try:
                 if exists(store, key):
-                    self.leftover_notes.append(f"{url} could not be deleted: delete it by hand.")
+                    self.notes.append(f"{url} could not be deleted: delete it by hand.")
             except errors.MillraceError as error:
                 is_unknown = is_unknown or isinstance(error, errors.UnavailableError)
             else:
                 return
         if is_unknown:
-            self.leftover_notes.append(
+            self.notes.append(
                 f"{url} may remain, as the store does not answer: look for it later, and delete "
                 "it by hand."
             )

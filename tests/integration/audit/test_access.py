@@ -96,7 +96,45 @@ def test_keys_that_do_what_they_must_are_proven_and_nothing_stays(kind, rgw, req
         Operation.HEAD,
     }
     assert all(one.message == "" for one in found.findings)
-    assert found.notes == ()
+    (check,) = found.notes
+    assert check.startswith("gradients: The store checks a ")
+    clean()
+
+
+@pytest.mark.parametrize(
+    ("rules", "checksum"),
+    [
+        ({}, "CRC-64/NVME"),
+        ({"checks_crc": False}, "signed SHA-256"),
+        ({"accepts_unsigned": False}, "signed SHA-256"),
+    ],
+)
+def test_the_checksum_that_a_store_checks_is_said(
+    rules, checksum, r2, request, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("millrace.storage.signed._crc_checks", {})
+    r2.set_rules(**rules)
+    spec = make_spec("r2", request)
+    credentials = spec.reveal_secrets()["credentials"]
+    store = spec.model_copy(update={"credentials": None}).model_dump(mode="json")
+    settings = {"roles": {"gradients": {"store": store, "write_credentials": credentials}}}
+    path = tmp_path / "audit.yaml"
+    path.write_text(json.dumps(settings))
+    said = f"gradients: The store checks a {checksum} of each upload."
+    text = CliRunner().invoke(main, ["bucket", "audit", str(path)])
+    assert said in text.output.splitlines()
+    found = CliRunner().invoke(main, ["bucket", "audit", str(path), "--json"])
+    assert said in json.loads(found.stdout)["notes"]
+
+
+def test_no_checksum_is_said_of_a_store_where_nothing_may_be_written(place, rgw, clean):
+    below = place.model_copy(update={"url": place.url.removesuffix("/below/here")})
+    keys = {
+        "read_credentials": make_credentials(rgw.full),
+        "write_credentials": make_credentials(rgw.read_only),
+    }
+    found = run({"gradients": AuditedRole(store=below, **keys)})
+    assert not any("checks a" in note for note in found.notes)
     clean()
 
 
@@ -170,7 +208,7 @@ def test_a_key_for_a_prefix_is_proven_to_reach_no_other(place, rgw, clean):
     assert answers.pop(Operation.OUTSIDE) is RequestOutcome.DENIED
     assert set(answers.values()) == {RequestOutcome.ALLOWED}
     assert found.is_proven
-    assert "to write end at" in found.notes[-1]
+    assert any("to write end at" in note for note in found.notes)
 
     sibling = run({"worker": its.model_copy(update={"prefix": "minerva"})})
     assert sibling.exit_code == 22
@@ -260,6 +298,7 @@ def test_a_key_that_reaches_the_bucket_of_another_role_is_said(place, rgw, clean
     assert [one.message for one in reached] == [f"The credentials reach {other.url}."] * 2
     assert found.notes == (
         "gradients: the credentials to read and to write are one key.",
+        "gradients: The store checks a signed SHA-256 of each upload.",
         "dataset: there are no credentials to read.",
         "dataset: there are no credentials to write.",
     )

@@ -17,6 +17,7 @@ def test_what_credentials_can_do_is_proven_or_fails_the_flow(
     assert done.code == 0, done.output
     report = prefect_api.read_artifacts(done.run)["audited-access"]
     assert "18 operations tried, all as they should be." in report
+    assert "dataset: The store checks a signed SHA" in report
     assert "| dataset, to read | allowed | allowed | allowed | denied | denied |" in report
 
     other = rgw.create_bucket(f"bucket-{secrets.token_hex(6)}")
