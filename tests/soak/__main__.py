@@ -51,7 +51,7 @@ from tests.soak.targets import COMPLETE, list_combinations, make_target
 from tests.support.demo import run_demo
 from tests.support.web import Site, serve
 
-CASES = 14  # smallest number of cases with faults: each kind of source, plain and in every format
+CASES = 16  # smallest number of cases with faults: each kind of source, plain and in every format
 FAULT_KILLS = CASES // 2  # smallest number of kills beside faults: two of three cases have some
 FORMAT_KILLS = 16  # number of kills of each kind of source in every format, half beside faults
 PLACE_KILLS = 21  # number of kills of each place of sources, in every format
@@ -298,7 +298,8 @@ def _run_shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
-        soak = _ShardSoak(folder, rgw, options.seed)
+        bodies = stack.enter_context(serve(Site()))
+        soak = _ShardSoak(folder, rgw, bodies, options.seed)
         keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
         proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
         if options.only in {None, "kills"}:
@@ -322,9 +323,9 @@ class _ShardSoak:
     Each part prints its counts, adds a line to the summary, and returns whether it passed.
     """
 
-    def __init__(self, folder: Path, rgw: RGW, seed: int) -> None:
+    def __init__(self, folder: Path, rgw: RGW, bodies: Site, seed: int) -> None:
         self._folder, self._rgw, self._seed = folder, rgw, seed
-        self._sources = make_all_sources(folder / "material", seed)
+        self._sources = make_all_sources(folder / "material", seed, bodies)
         self._format_sources = make_format_sources(folder / "functions", self._sources)
         self._references = References(folder)
         self._stores: list[SharedStore] = [
