@@ -25,7 +25,9 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 BLOCK_SIZE = 2**20
 _SHARE_TOLERANCE = 0.3  # relative; ranges of a source are in one split as a whole
 _PARTIAL_FILE = re.compile(r"#\d+$")  # unfinished file of a killed process; no store lists it
-_SHARD_NAME = re.compile(r"shards/[a-z]+/(?P<split>[a-z]+)/(?P=split)-\d{5}-\d{6}\.\w+")
+_SHARD_NAME = re.compile(  # with a part of the digest if the source may have other bytes later
+    r"shards/[a-z]+/(?P<split>[a-z]+)/(?P<stem>(?P=split)-\d{5}-\d{6})(-[0-9a-f]{16})?\.\w+"
+)
 _COMMIT_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})/(?P<number>\d{6})\.json")
 _PARTITION_END_NAME = re.compile(r"commits/(?P<partition>[a-z]+-\d{5})/end\.json")
 _METADATA_NAME = re.compile(r"(?P<below>.+/checkpoints/)step_\d{9,}/metadata\.json")
@@ -234,9 +236,9 @@ def _find_record_faults(
     if missing:
         yield f"there is no {', '.join(sorted(missing))}"
         return
-    by_stem = {Path(name).stem: count for name, count in samples.items()}
+    by_stem = {_read_stem(name): count for name, count in samples.items()}
     actual = {
-        n: {"size": len(b), "digest": digests[n], "samples": by_stem.get(Path(n).stem, -1)}
+        n: {"size": len(b), "digest": digests[n], "samples": by_stem.get(_read_stem(n), -1)}
         for n, b in shards.items()
     }
     plan, manifest = (_parse_record(bodies[f"{name}.json"]) for name in ("plan", "manifest"))
@@ -322,6 +324,13 @@ def _find_quarantine_faults(
 def _read_split(name: str) -> str:
     """Return the split in the name of a shard: ``shards/FORMAT/SPLIT/SPLIT-...-NUMBER.tar``."""
     return name.split("/")[2]
+
+
+def _read_stem(name: str) -> str:
+    """Return the part of a shard's name that is the same in every format."""
+    match = _SHARD_NAME.fullmatch(name)
+    assert match is not None
+    return match["stem"]
 
 
 def _find_block_digest_faults(joined: bytes | None, ordered: list[bytes]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from random import Random
 
 from examples.demo import Size
 from millrace.storage import StoreSpec, open_store
-from millrace.testing.faults import Fault
+from millrace.testing.faults import Fault, Faults
 from millrace.testing.hub import HubServer
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
@@ -24,6 +24,7 @@ from tests.soak.case import Case, References
 from tests.soak.cleaning import clean_with_kills, fill_bucket, list_by_boto3
 from tests.soak.concurrent_drivers import Resumption, run_concurrent_case, share_work, take_over
 from tests.soak.faults import (
+    PROBABILITY,
     make_faults,
     make_r2_store,
     make_rgw_store,
@@ -50,9 +51,9 @@ from tests.soak.targets import COMPLETE, list_combinations, make_target
 from tests.support.demo import run_demo
 from tests.support.web import Site, serve
 
-CASES = 14  # smallest number of cases with faults: each kind of source, plain and in every format
+CASES = 16  # smallest number of cases with faults: each kind of source, plain and in every format
 FAULT_KILLS = CASES // 2  # smallest number of kills beside faults: two of three cases have some
-FORMAT_KILLS = 20  # number of kills of each kind of source in every format
+FORMAT_KILLS = 16  # number of kills of each kind of source in every format, half beside faults
 PLACE_KILLS = 21  # number of kills of each place of sources, in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
 SAVES = 60  # number of saves with a kill
@@ -266,18 +267,23 @@ def _lose_answers(proxy: R2Proxy, *keys: str) -> None:
         proxy.fail_next(Fault.LOST, 1, "PUT", part_of_key)
 
 
-@contextmanager
-def _start_stores(seed: int, bucket: str) -> Iterator[tuple[Path, list[SharedStore], R2Proxy]]:
-    """Start a folder, RGW, and RGW behind a proxy that injects a fault in one of twenty requests.
+def _make_rare_faults(seed: int) -> Faults:
+    """Return faults in one of twenty requests.
 
     One upload in thirty is damaged, since a run has ten times fewer uploads than other requests.
     """
+    return make_faults(seed, probability=PROBABILITY / len(Fault), damage=1 / 30)
+
+
+@contextmanager
+def _start_stores(seed: int, bucket: str) -> Iterator[tuple[Path, list[SharedStore], R2Proxy]]:
+    """Start a folder, RGW, and RGW behind a proxy that injects faults."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
         keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
         proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
-        proxy.set_faults(make_faults(seed, probability=0.05 / len(Fault), damage=1 / 30))
+        proxy.set_faults(_make_rare_faults(seed))
         stores: list[SharedStore] = [
             FolderStore(folder / "store"),
             make_rgw_store(rgw, bucket),
@@ -292,15 +298,16 @@ def _run_shards(options: argparse.Namespace) -> tuple[list[bool], list[str]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         rgw = stack.enter_context(RGW.start(folder / "rgw"))
-        soak = _ShardSoak(folder, rgw, options.seed)
+        bodies = stack.enter_context(serve(Site()))
+        soak = _ShardSoak(folder, rgw, bodies, options.seed)
+        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
+        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
         if options.only in {None, "kills"}:
             passed += [
                 soak.run_kills(options.kills),
-                soak.run_format_kills(),
+                soak.run_format_kills(proxy),
                 soak.run_concurrency(),
             ]
-        keys = {rgw.full.access_key_id: rgw.full.secret_access_key}
-        proxy = stack.enter_context(R2Proxy.start(rgw.endpoint, keys, folder / "r2"))
         if options.only in {None, "places"}:
             site = stack.enter_context(serve(Site()))
             hub = stack.enter_context(HubServer.start(folder / "hub"))
@@ -316,9 +323,9 @@ class _ShardSoak:
     Each part prints its counts, adds a line to the summary, and returns whether it passed.
     """
 
-    def __init__(self, folder: Path, rgw: RGW, seed: int) -> None:
+    def __init__(self, folder: Path, rgw: RGW, bodies: Site, seed: int) -> None:
         self._folder, self._rgw, self._seed = folder, rgw, seed
-        self._sources = make_all_sources(folder / "material", seed)
+        self._sources = make_all_sources(folder / "material", seed, bodies)
         self._format_sources = make_format_sources(folder / "functions", self._sources)
         self._references = References(folder)
         self._stores: list[SharedStore] = [
@@ -341,18 +348,34 @@ class _ShardSoak:
         self.summary.append(report.format_result(f"kills {tally.counted}", tally))
         return not tally.wrong and not missing and tally.counted >= number
 
-    def run_format_kills(self) -> bool:
-        """Make datasets of every kind of source in every format, with kills."""
+    def run_format_kills(self, proxy: R2Proxy) -> bool:
+        """Make datasets of every kind of source in every format, with kills.
+
+        Half of the kills of each kind are of drivers whose store fails in one of twenty requests.
+        """
+        failing = make_r2_store(self._rgw, proxy, "formats")
         passed, counts = True, []
         for source in self._format_sources:
             kills = self._make_kill_matrix(source.name.split()[0], self._stores, [source])
             generator = Random(f"{self._seed} {source.name}")
             pairs = [pair for pair in list_combinations() if pair[0] != COMPLETE]
             targets = [make_target(generator, *p) for p in generator.sample(pairs, FORMAT_KILLS)]
-            tally = kills.kill_all(targets, report=_print_line)
-            passed = passed and not tally.wrong and tally.counted == FORMAT_KILLS
-            counts.append(report.format_result(f"{source.name}: kills {tally.counted}", tally))
+            kills.kill_all(targets[::2], report=_print_line)
+            kills.stores = [failing]
+            proxy.reset()
+            proxy.set_faults(_make_rare_faults(self._seed))
+            tally = kills.kill_all(targets[1::2], report=_print_line)
+            fired, requests = sum(proxy.count_fired().values()), len(proxy.list_requests())
+            passed = passed and not tally.wrong and tally.counted == FORMAT_KILLS and fired > 0
+            counts.append(
+                report.format_result(
+                    f"{source.name}: kills {tally.counted}, {tally.stores[failing.name]} of them "
+                    f"beside {fired} faults in {requests} requests",
+                    tally,
+                )
+            )
             print(*tally.wrong, sep="\n")
+        proxy.reset()
         self.summary += counts
         return passed
 

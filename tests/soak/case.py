@@ -66,6 +66,7 @@ class Case:
                 "uploads": self.uploads,
                 "lease_timeout": "3s",
                 "max_quarantined": 0.2,  # the source data has bad rows
+                "downloads": {"host_interval": "0s", "requests_per_host": 64},
             },
         }
 

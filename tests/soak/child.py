@@ -16,6 +16,7 @@ from tests.support.fork_server import RUN_MODULE, get_fork_server
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTED = ("millrace.datasets", "millrace.datasets.pipeline", "millrace.storage")
 """Modules that the fork server imports for the drivers."""
+_STAYING = ("millrace-datasets-", "millrace-hosts-")  # beginnings of names
 HANG_SECONDS = 120.0  # seconds without a message after which a driver hangs
 
 
@@ -177,10 +178,11 @@ class Child:
     def list_leftovers(self) -> list[str]:
         """Return the names of the files that the driver left in its working directory.
 
-        A process that is killed while it opens a dataset of the Hub leaves a small folder.
+        A process that is killed while it opens a dataset of the Hub leaves a small folder. The
+        limits on requests to hosts have a folder, which all processes of a machine share.
         """
         names = sorted(path.name for path in self.staging.iterdir())
-        return [name for name in names if not name.startswith("millrace-datasets-")]
+        return [name for name in names if not name.startswith(_STAYING)]
 
     def read_tail(self) -> str:
         """Return the last lines that the driver and its workers wrote to standard error."""

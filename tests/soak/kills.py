@@ -197,6 +197,9 @@ class KillMatrix:
         folder: Folder for the working directories of the drivers.
         generator: Generator of all random choices.
         name: Prefix of the names of the cases.
+
+    Attributes:
+        stores: Stores of the next cases.
     """
 
     def __init__(
@@ -210,7 +213,7 @@ class KillMatrix:
         name: str = "kill",
     ) -> None:
         self._name = name
-        self._sources, self._stores = sources, stores
+        self._sources, self.stores = sources, stores
         self.references = references
         self._folder, self._generator = folder, generator
         self._numbers = count()
@@ -255,9 +258,9 @@ class KillMatrix:
     def make_case(self, workers: int) -> Case:
         """Return the next case, with random settings except for its number of workers."""
         number = next(self._numbers)
-        store = self._stores[0]
-        if self._generator.random() < (len(self._stores) - 1) / 6:
-            store = self._generator.choice(self._stores[1:])
+        store = self.stores[0]
+        if self._generator.random() < (len(self.stores) - 1) / 6:
+            store = self._generator.choice(self.stores[1:])
         return Case(
             f"{self._name}-{number:04d}",
             self._sources[number % len(self._sources)],

@@ -8,6 +8,7 @@ import random
 import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zstandard
 from pyarrow import parquet
 
 from tests.oracle import make_row_token
+from tests.support.web import Site
 
 _WORDS = ("mill", "race", "wheel", "sluice", "weir", "grain", "stone", "flour", "sack", "gate")
 
@@ -43,14 +45,19 @@ class SourceData:
     location: dict[str, Any] | None = None
 
 
-def make_all_sources(folder: Path, seed: int) -> list[SourceData]:
+def make_all_sources(folder: Path, seed: int, site: Site) -> list[SourceData]:
     """Make source data of every kind.
 
     Each has about 1 MiB, which makes four or five partitions and about twenty shards.
+
+    Args:
+        folder: New folder for the files.
+        seed: Seed of the contents.
+        site: Web server, which gets the bodies of the lists of URLs.
     """
     return [
         make_source(folder / name, random.Random(f"{seed} {name}"))
-        for name, make_source in KINDS.items()
+        for name, make_source in {**KINDS, "urls": partial(make_urls, site)}.items()
     ]
 
 
@@ -196,6 +203,39 @@ def make_tars(folder: Path, generator: random.Random) -> SourceData:
                 header.size = len(body)
                 tar.addfile(header, io.BytesIO(body))
     return SourceData("tars", folder, {"kind": "webdataset"}, {"shard_bytes": 64 << 10}, rows)
+
+
+def make_urls(site: Site, folder: Path, generator: random.Random) -> SourceData:
+    """Make lists of URLs, some of which have no body."""
+    folder.mkdir(parents=True)
+    rows: Counter[str] = Counter()
+    bad_rows: Counter[str] = Counter()
+    for number in range(4):
+        written: list[str] = []
+        for i in range(45):
+            name, text = f"{number}-{i}", _make_text(generator, 200, 10000).encode()
+            path = f"/bodies/{name}"
+            row = json.dumps({"id": name, "url": f"{site.url}{path}"}, separators=(",", ":"))
+            if generator.randrange(25):
+                site.files[path] = text
+                rows[make_row_token(name, text)] += 1
+            else:
+                bad_rows[row] += 1
+            written.append(row + "\n")
+        (folder / f"part-{number}.jsonl").write_text("".join(written))
+    return SourceData(
+        "urls",
+        folder,
+        {
+            "kind": "urls",
+            "columns": {"id": "id"},
+            "urls": {"content_field": "txt"},
+            "allow_private": True,
+        },
+        {"shard_bytes": 64 << 10},
+        rows,
+        bad_rows,
+    )
 
 
 KINDS = {

@@ -1,6 +1,6 @@
 """Run a slice of the soak: kills at every boundary, and two drivers at once. See `tests.soak`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -25,13 +25,15 @@ from tests.soak.targets import (
     list_combinations,
     make_target,
 )
+from tests.support.web import Site, serve
 
 SEED = 20
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceData]:
-    return make_all_sources(tmp_path_factory.mktemp("sources"), SEED)
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SourceData]]:
+    with serve(Site()) as site:
+        yield make_all_sources(tmp_path_factory.mktemp("sources"), SEED, site)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,15 @@ def test_a_driver_without_workers_killed_anywhere_loses_and_doubles_nothing(
     targets = Random(SEED).sample(list_targets(Victim.ALONE), 4)
     store = FolderStore(tmp_path / "store")
     assert_correct(run_with_kills(targets, store, sources, references, tmp_path), targets)
+
+
+def test_kills_over_a_list_of_urls_lose_and_double_nothing(
+    sources: list[SourceData], references: References, tmp_path: Path
+) -> None:
+    targets = Random(SEED).sample(list_targets(Victim.GROUP), 3)
+    urls = [source for source in sources if source.source["kind"] == "urls"]
+    store = FolderStore(tmp_path / "store")
+    assert_correct(run_with_kills(targets, store, urls, references, tmp_path), targets)
 
 
 @pytest.mark.soak

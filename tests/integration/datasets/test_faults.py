@@ -1,5 +1,6 @@
 """Run a slice of the soak: datasets in a store that fails. See `tests.soak`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,13 +15,15 @@ from tests.soak.kills import KillMatrix
 from tests.soak.shared_stores import BucketStore
 from tests.soak.source_data import SourceData, make_all_sources
 from tests.soak.targets import Target, Victim
+from tests.support.web import Site, serve
 
 SEED = 21
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SourceData]:
-    return make_all_sources(tmp_path_factory.mktemp("sources"), SEED)
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SourceData]]:
+    with serve(Site()) as site:
+        yield make_all_sources(tmp_path_factory.mktemp("sources"), SEED, site)
 
 
 @pytest.fixture(scope="module")

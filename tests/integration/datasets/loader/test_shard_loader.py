@@ -206,7 +206,7 @@ def test_a_process_that_is_killed_loses_and_repeats_nothing(
         for rank in range(world_size):
             call = {
                 "store": stored.reveal_secrets(), "rank": rank, "world_size": world_size,
-                "state": state,
+                "streams": 8, "state": state,
             }  # fmt: skip
             steps = list(train_until_kill(call, boundary))
             received += [tuple(pair) for step in steps for pair in step["received"]]
