@@ -15,7 +15,6 @@ from millrace.checkpoints import open_destination
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
-from tasks.checkpointing import check_checkpoint_destination
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
@@ -53,7 +52,7 @@ def run_stages(
     """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if publish is not None:
-        check_destination(publish)
+        publish.check_destination()
     if training is not None:
         campaign_tasks.check_training(training, plan.find_initial_weights)
         if publish is not None:
@@ -73,14 +72,6 @@ def run_stages(
         if publish is not None:
             return publish_weights(plan, training, publish, lease)
     return None
-
-
-def check_destination(publish: PublishSettings) -> None:
-    """Refuse a destination that the weights cannot be saved to, before anything is made."""
-    if publish.hub is not None:
-        check_checkpoint_destination(publish.hub.make_spec(), publish.job)
-    elif publish.bucket is not None:
-        check_right(publish.bucket, Right.WRITE, publish.job)
 
 
 def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:

@@ -24,10 +24,12 @@ from millrace.keys.rentals import check_rental_name
 from millrace.rented_sharding import make_rental_name
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import Right, StoreSpec
+from tasks.checkpointing import check_checkpoint_destination
 from tasks.locations import (
     BucketLocation,
     HubRepository,
     SourceInput,
+    check_right,
     make_store_spec,
     refuse_temporary,
     require_location,
@@ -117,6 +119,13 @@ class PublishSettings(_PlanModel):
             return self.hub.make_spec()
         assert self.bucket is not None
         return make_store_spec(self.bucket, Right.WRITE)
+
+    def check_destination(self) -> None:
+        """Refuse a destination that the weights cannot be saved to, before anything is made."""
+        if self.hub is not None:
+            check_checkpoint_destination(self.hub.make_spec(), self.job)
+        elif self.bucket is not None:
+            check_right(self.bucket, Right.WRITE, self.job)
 
 
 class CampaignPlan(_PlanModel):
