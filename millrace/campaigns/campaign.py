@@ -90,16 +90,12 @@ class Training:
     @property
     def worker_settings(self) -> SharedWorkerSettings:
         """Settings that all workers share."""
-        options, machines = self.options, self.options.machines
+        machines = self.options.machines
         is_local = isinstance(machines, LocalWorkerOptions)
         return SharedWorkerSettings(
             campaign=self.campaign,
-            workers=options.workers,
             run=self.run,
-            command=options.command,
-            restarts=options.restarts,
-            windows_per_epoch=options.windows_per_epoch,
-            cooldown=options.cooldown,
+            training=self.options,
             dataset=self.dataset,
             data_folder=machines.data_folder if is_local else Path("data"),
             prewarm_timeout=self.prewarm_timeout,
