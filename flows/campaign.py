@@ -54,11 +54,9 @@ def run_stages(
     if publish is not None:
         publish.check_destination()
     if training is not None:
-        campaign_tasks.check_training(training, plan.find_initial_weights)
+        campaign_tasks.check_training(training)
         if publish is not None:
-            campaign_tasks.check_publication(
-                training, plan.find_initial_weights, publish.make_spec(), publish.job
-            )
+            campaign_tasks.check_publication(training, publish.make_spec(), publish.job)
         if campaign_tasks.is_dataset_settled(training):
             data = None
     if data is not None and data.source is not None:
@@ -84,7 +82,7 @@ def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:
             release_machines(*rental)
         return
     if not progress.has_begun:  # before machines cost money, which then get its weights
-        ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
+        ensure_run_begun(training.aggregator_settings)
     group = rent_workers(training, rental) if rental else campaign_tasks.run_local_workers(training)
     with group as workers:
         campaign_tasks.await_workers(training, workers)

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from millrace.campaigns.worker import WorkerOptions
-from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
+from millrace.gradients import AggregationSettings, InitialWeights, RunOptions
 from millrace.rentals import CodeRepository, OfferRequest, RentalTimeouts, check_offer_id
 from millrace.settings import Duration
 
@@ -69,7 +69,7 @@ class LocalWorkerOptions(BaseModel):
 class TrainingOptions(WorkerOptions):
     """Workers that train together, in windows and epochs."""
 
-    initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
+    initial_weights: InitialWeights = Field(description="Weights that the run begins with.")
     machines: RentedWorkerOptions | LocalWorkerOptions = Field(
         default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
@@ -83,8 +83,8 @@ class TrainingOptions(WorkerOptions):
         default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
     )
     run: RunOptions = Field(default=RunOptions(), description="Settings that all workers share.")
-    aggregation: AggregationOptions = Field(
-        default=AggregationOptions(),
+    aggregation: AggregationSettings = Field(
+        default=AggregationSettings(),
         description="Settings of the aggregator: when the campaign ends without gradients, and "
         "which checkpoints the aggregator keeps.",
     )

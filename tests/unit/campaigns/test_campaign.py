@@ -10,7 +10,7 @@ from millrace.campaigns import Campaign
 from millrace.campaigns.settings import WorkerTimeouts
 from millrace.campaigns.worker import WorkerOptions
 from millrace.cleanup import CleanupKind, Rule
-from millrace.gradients import AggregationOptions, InitialWeights
+from millrace.gradients import AggregationSettings
 from millrace.rentals import LedgerSettings, VastAccount
 from millrace.storage import StoreSpec
 from tests.support.campaigns.training import RENTED, MakeTraining
@@ -60,17 +60,15 @@ def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place:
 def test_an_aggregator_stops_at_the_first_idle_window(
     make_training: MakeTraining, place: StoreSpec
 ) -> None:
-    training = make_training(aggregation={"idle": 4, "every": 5, "lease_timeout": "9s"})
-    settings = training.limit_aggregation(3)
-    assert (settings.until, settings.idle, settings.max_windows) == (3, 1, None)
-    kept = {
-        name: getattr(settings, name) for name in AggregationOptions.model_fields if name != "idle"
-    }
-    assert kept == training.options.aggregation.model_dump(exclude={"idle"})
-    weights = InitialWeights(url=place.url, job="first")
-    beginning = training.make_aggregator_settings(weights)
-    assert (beginning.idle, beginning.last_window, beginning.every) == (4, 6, 5)
-    assert (beginning.store, beginning.initial_weights) == (place, weights)
+    asked = {"every": 5, "lease_timeout": "9s"}
+    training = make_training(aggregation={"idle": 4, **asked})
+    assert training.aggregation_until_idle == AggregationSettings.model_validate(
+        {"idle": 1, **asked}
+    )
+    beginning = training.aggregator_settings
+    assert (beginning.store, beginning.last_window) == (place, 6)
+    assert beginning.aggregation is training.options.aggregation
+    assert beginning.initial_weights is training.options.initial_weights
 
 
 def test_a_cooldown_has_time_for_all_of_its_extensions(make_training: MakeTraining) -> None:

@@ -247,7 +247,7 @@ def test_a_dataset_is_made_unless_the_training_needs_its_source_no_more(
     data = SimpleNamespace(
         dataset="text", source="source", sharding=None, execution=None, machines=None
     )
-    plan = SimpleNamespace(data=data, publish=None, bucket=place.url, find_initial_weights=None)
+    plan = SimpleNamespace(data=data, publish=None, bucket=place.url)
     begun = campaigns.Campaign("small", place, place, training=make_training())
     campaign.run_stages(cast("Any", plan), begun, lease)
     assert steps == (["train"] if is_settled else ["shard", "train"])
