@@ -2,7 +2,7 @@
 
 from prefect import flow, get_run_logger
 from prefect.states import Completed
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from millrace.errors import HeldError, MillraceError
 from millrace.gradients import (
@@ -44,8 +44,8 @@ def aggregate_gradients(
     reserves: list[str] | None = None,
     initial_weights: InitialWeights | None = None,
     initial_weights_bucket: BucketLocation | None = None,
-    max_windows: int | None = None,
-    until: int | None = None,
+    max_windows: PositiveInt | None = None,
+    until: PositiveInt | None = None,
     aggregation: AggregationSettings | None = None,
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.

@@ -36,11 +36,11 @@ def _write_seconds(value: timedelta) -> str:
 
 
 def write_size(value: int) -> str:
-    """Return a number of bytes with a unit that divides it, such as `64MiB` or `40GB`."""
+    """Return a number of bytes with a unit that divides it, such as `64MiB`, `40GB` or `0B`."""
     for unit, size in _SIZES:
         if value and value % size == 0:
             return f"{value // size}{unit}"
-    return f"{value}"
+    return f"{value}B"
 
 
 def make_plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ from millrace.settings import (
     read_settings_file,
     validate_settings,
 )
-from millrace.settings_values import write_duration
+from millrace.settings_values import write_duration, write_size
 from millrace.storage import StoreSpec
 
 
@@ -461,6 +461,15 @@ def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp
         f"{name}: {part}: the settings of its store stand beside its other settings: write "
         f"{{url: ..., credentials: ..., {own}: ...}}, without `store`"
     ) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (1000, "1000B"), (64 << 20, "64MiB"), (8 * 10**9, "8GB"), (3 << 30, "3GiB")],
+)
+def test_a_size_is_written_with_its_unit(size, text):
+    assert write_size(size) == text
+    assert TypeAdapter(Size).validate_python(text) == size
 
 
 @pytest.mark.parametrize("model", [AggregatorSettings, TemplarImportSettings])
