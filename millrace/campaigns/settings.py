@@ -66,7 +66,7 @@ class LocalWorkerOptions(BaseModel):
     )
 
 
-class TrainingOptions(WorkerOptions):
+class TrainingOptions(WorkerOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
     initial_weights: InitialWeights = Field(description="Weights that the run begins with.")

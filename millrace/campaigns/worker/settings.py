@@ -17,10 +17,8 @@ NODE_PORT = IDENTITY_PORT
 """Port that a rented machine opens for its swarm agent."""
 
 
-class WorkerOptions(BaseModel):
+class WorkerOptions(BaseModel, frozen=True, extra="forbid"):
     """Options of a training that its plan and its workers have."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: tuple[str, ...] = Field(
         min_length=1,
