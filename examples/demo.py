@@ -113,7 +113,7 @@ def plan_of(name: str, size: Size) -> dict[str, Any]:
             "initial_weights": {"job": f"{name}/first", "tensors": "model."},
             "workers": size.machines,
             "machines": {
-                "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
+                "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": "10GB"},
                 "vast": "demo",
                 "repo_url": snapshot(HOME / "repository").as_uri(),
                 "timeouts": {"poll_interval": "PT2S", "heartbeat_timeout": "PT1M"},

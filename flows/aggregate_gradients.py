@@ -2,7 +2,7 @@
 
 from prefect import flow, get_run_logger
 from prefect.states import Completed
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from millrace.errors import HeldError, MillraceError
 from millrace.gradients import (
@@ -10,11 +10,10 @@ from millrace.gradients import (
     AggregatorSettings,
     InitialWeights,
     RunSettings,
-    WeightsSource,
 )
 from millrace.storage import Right
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, InputLocation, check_right, make_store_spec
+from tasks.locations import BucketLocation, check_right, make_optional_spec, make_store_spec
 from tasks.merging import AggregationResult, count_merged_windows, report_windows, run_aggregator
 from tasks.run_names import make_field_name
 
@@ -30,15 +29,6 @@ class WorkerBucket(BaseModel):
     )
 
 
-class InitialWeightsInput(InputLocation, WeightsSource):
-    """Initial weights in a form: a checkpoint in a Millrace Bucket block or at a URL."""
-
-    def make_initial_weights(self) -> InitialWeights:
-        """Return the checkpoint as the engine takes it."""
-        selection = {name: getattr(self, name) for name in WeightsSource.model_fields}
-        return InitialWeights(**dict(self.make_spec()), **selection)
-
-
 @draw_form
 @flow(
     name="aggregate-gradients",
@@ -48,10 +38,14 @@ def aggregate_gradients(
     bucket: BucketLocation,
     run: RunSettings,
     workers: list[str] | None = None,
+    *,
     gradients_bucket: BucketLocation | None = None,
     worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
-    initial_weights: InitialWeightsInput | None = None,
+    initial_weights: InitialWeights | None = None,
+    initial_weights_bucket: BucketLocation | None = None,
+    max_windows: PositiveInt | None = None,
+    until: PositiveInt | None = None,
     aggregation: AggregationSettings | None = None,
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
@@ -71,7 +65,11 @@ def aggregate_gradients(
         worker_buckets: Workers that have a bucket of their own.
         reserves: Names of the workers that replace missing ones, in this order.
         initial_weights: Checkpoint that the run begins with, if it has not begun.
-        aggregation: Number of windows to merge, and which checkpoints are kept.
+        initial_weights_bucket: Bucket of that checkpoint, with read credentials; by default
+            `bucket`.
+        max_windows: Largest number of windows to merge; by default all until the run is over.
+        until: Number of the last window to merge.
+        aggregation: When the flow ends without gradients, and which checkpoints are kept.
     """
     shared = bucket if gradients_bucket is None else gradients_bucket
     settings = AggregatorSettings(
@@ -83,8 +81,11 @@ def aggregate_gradients(
         worker_stores={
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
-        initial_weights=initial_weights and initial_weights.make_initial_weights(),
-        **(aggregation or AggregationSettings()).model_dump(),
+        initial_weights=initial_weights,
+        initial_weights_store=make_optional_spec(initial_weights_bucket, Right.READ),
+        max_windows=max_windows,
+        until=until,
+        aggregation=aggregation or AggregationSettings(),
     )
     check_right(bucket, Right.WRITE, run.chain_keys.job)
     check_right(shared, Right.READ, run.name)

@@ -15,7 +15,6 @@ from millrace.checkpoints import open_destination
 from millrace.errors import CorruptError, format_error
 from millrace.storage import Right
 from tasks import campaign_tasks
-from tasks.checkpointing import check_checkpoint_destination
 from tasks.forms import draw_form
 from tasks.locations import check_right
 from tasks.merging import ensure_run_begun
@@ -53,13 +52,11 @@ def run_stages(
     """Run all stages but the cleaning. No machine waits for another stage: waiting costs money."""
     data, training, publish = plan.data, campaign.training, plan.publish
     if publish is not None:
-        check_destination(publish)
+        publish.check_destination()
     if training is not None:
-        campaign_tasks.check_training(training, plan.find_initial_weights)
+        campaign_tasks.check_training(training)
         if publish is not None:
-            campaign_tasks.check_publication(
-                training, plan.find_initial_weights, publish.make_spec(), publish.job
-            )
+            campaign_tasks.check_publication(training, publish.make_spec(), publish.job)
         if campaign_tasks.is_dataset_settled(training):
             data = None
     if data is not None and data.source is not None:
@@ -75,14 +72,6 @@ def run_stages(
     return None
 
 
-def check_destination(publish: PublishSettings) -> None:
-    """Refuse a destination that the weights cannot be saved to, before anything is made."""
-    if publish.hub is not None:
-        check_checkpoint_destination(publish.hub.make_spec(), publish.job)
-    elif publish.bucket is not None:
-        check_right(publish.bucket, Right.WRITE, publish.job)
-
-
 def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:
     """Train the epochs that have not ended yet."""
     lease.refuse_if_lost()  # the sharding may have taken long
@@ -93,7 +82,7 @@ def train(plan: CampaignPlan, training: Training, lease: CampaignLease) -> None:
             release_machines(*rental)
         return
     if not progress.has_begun:  # before machines cost money, which then get its weights
-        ensure_run_begun(training.make_aggregator_settings(plan.find_initial_weights()))
+        ensure_run_begun(training.aggregator_settings)
     group = rent_workers(training, rental) if rental else campaign_tasks.run_local_workers(training)
     with group as workers:
         campaign_tasks.await_workers(training, workers)

@@ -12,7 +12,6 @@ from millrace.campaigns import (
     Training,
 )
 from millrace.errors import UnavailableError
-from millrace.gradients import AggregationSettings
 from tasks import campaign_tasks
 from tasks.retries import tolerate
 
@@ -60,11 +59,16 @@ def end_epoch(plan: CampaignPlan, training: Training, epoch: int) -> None:
 def make_aggregator(plan: CampaignPlan, training: Training, lease: CampaignLease) -> RunAggregator:
     """Return a function that runs an aggregator of the training, while this process leads."""
 
-    def aggregate(settings: AggregationSettings) -> MergedWindows | None:
+    def aggregate(last_window: int) -> MergedWindows | None:
         lease.refuse_if_lost()
         return aggregate_gradients(
-            plan.bucket, training.run, training.uids,
-            initial_weights=plan.make_weights_input(), aggregation=settings,
-        )  # fmt: skip
+            plan.bucket,
+            training.run,
+            training.uids,
+            initial_weights=training.options.initial_weights,
+            initial_weights_bucket=plan.initial_weights_bucket,
+            until=last_window,
+            aggregation=training.aggregation_until_idle,
+        )
 
     return aggregate

@@ -6,7 +6,6 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blocks import VastCredentials
-from flows.aggregate_gradients import InitialWeightsInput
 from millrace import datasets
 from millrace.campaigns import (
     Campaign,
@@ -18,17 +17,19 @@ from millrace.campaigns import (
 from millrace.checkpoints import HubSpec
 from millrace.cleanup import CleanupKind, Rule
 from millrace.datasets import ShardingSettings
-from millrace.gradients import InitialWeights, WeightsSource
 from millrace.keys.campaigns import CampaignKeys
 from millrace.keys.rentals import check_rental_name
 from millrace.rented_sharding import make_rental_name
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import Right, StoreSpec
+from tasks.checkpointing import check_checkpoint_destination
 from tasks.locations import (
     BucketLocation,
     HubRepository,
     SourceInput,
+    check_right,
     make_mirror_specs,
+    make_optional_spec,
     make_store_spec,
     refuse_temporary,
     require_location,
@@ -82,18 +83,13 @@ class RentedWorkerSettings(RentedWorkerOptions):
     )
 
 
-class InitialWeightsSettings(WeightsSource):
-    """Initial weights in the plan of a campaign: by default, its bucket has the checkpoint."""
-
-    bucket: BucketLocation | None = Field(
-        default=None, description="Store of the checkpoint; by default the campaign's bucket."
-    )
-
-
 class TrainingSettings(TrainingOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
-    initial_weights: InitialWeightsSettings = Field(description="Weights that the run begins with.")
+    initial_weights_bucket: BucketLocation | None = Field(
+        default=None,
+        description="Bucket of the checkpoint that the run begins with; by default the campaign's.",
+    )
     machines: RentedWorkerSettings | LocalWorkerOptions = Field(
         default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
@@ -118,6 +114,13 @@ class PublishSettings(_PlanModel):
             return self.hub.make_spec()
         assert self.bucket is not None
         return make_store_spec(self.bucket, Right.WRITE)
+
+    def check_destination(self) -> None:
+        """Refuse a destination that the weights cannot be saved to, before anything is made."""
+        if self.hub is not None:
+            check_checkpoint_destination(self.hub.make_spec(), self.job)
+        elif self.bucket is not None:
+            check_right(self.bucket, Right.WRITE, self.job)
 
 
 class CampaignPlan(_PlanModel):
@@ -185,6 +188,11 @@ class CampaignPlan(_PlanModel):
             return None
         return make_rental_name(self.data.dataset), self.bucket, self.data.machines.vast
 
+    @property
+    def initial_weights_bucket(self) -> BucketLocation | None:
+        """Bucket of the checkpoint that the training begins with; None for the campaign's."""
+        return self.training.initial_weights_bucket if self.training else None
+
     def resolve_bucket(self) -> Self:
         """Return the plan with the block of its bucket.
 
@@ -208,11 +216,9 @@ class CampaignPlan(_PlanModel):
         dataset = self.data.dataset if self.data else None
         training = None
         if self.training is not None and dataset is not None:
-            location = self.training.initial_weights.bucket
-            url = make_store_spec(location, Right.READ).url if location is not None else ""
             training = Training(
                 self.name, dataset, self.training, read_store, write_store,
-                initial_weights_url="" if url == read_store.url else url,
+                make_optional_spec(self.initial_weights_bucket, Right.READ),
                 mirrors=tuple(make_mirror_specs(self.bucket)),
             )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}
@@ -226,25 +232,6 @@ class CampaignPlan(_PlanModel):
             self.name, read_store, write_store, dataset, training, self.cleaning_rules,
             rentals,
         )  # fmt: skip
-
-    def find_initial_weights(self) -> InitialWeights:
-        """Return the checkpoint that the training begins with, as the engine takes it.
-
-        Raises:
-            ConfigurationError: There is no block of its bucket.
-        """
-        return self.make_weights_input().make_initial_weights()
-
-    def make_weights_input(self) -> InitialWeightsInput:
-        """Return the checkpoint that the training begins with, with its location.
-
-        Raises:
-            ConfigurationError: There is no block of its bucket.
-        """
-        assert self.training is not None
-        weights = self.training.initial_weights
-        location = self.bucket if weights.bucket is None else require_location(weights.bucket)
-        return InitialWeightsInput.model_validate({**dict(weights), "bucket": location})
 
 
 def find_campaign_rental(parameters: dict[str, Any]) -> RentalReference | None:

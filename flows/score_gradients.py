@@ -42,13 +42,12 @@ def score_gradients(
         version: Version of the program of the run's workers.
         scoring: Options of the scorer: which windows it scores, and how it evaluates gradients.
     """
-    scoring = scoring or ScorerOptions()
     settings = ScorerSettings(
         store=make_store_spec(bucket, Right.WRITE),
         run=run,
         version=version,
         loss=loss,
-        **scoring.model_dump(),
+        scoring=scoring or ScorerOptions(),
     )
     check_right(bucket, Right.WRITE, settings.chain_keys.job)
     try:

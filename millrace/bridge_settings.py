@@ -319,7 +319,7 @@ class _Translation:
         return {
             "account": {"api_key": "${VAST_API_KEY}"},
             "request": {
-                "disk": 50 if vast.storage_gb is None else vast.storage_gb,
+                "disk": f"{50 if vast.storage_gb is None else vast.storage_gb}GB",
                 "max_hourly": hourly,
                 "max_total": hourly,
             },

@@ -136,7 +136,7 @@ def read_vast_settings(
     origin: str,
     *,
     offer_id: int | None = None,
-    disk: float | None = None,
+    disk: int | None = None,
     workdir: str | None = None,
 ) -> VastSettings:
     """Return the section `vast` of the settings of a dataset, with its variables filled in.
@@ -145,7 +145,7 @@ def read_vast_settings(
         config: Settings of the dataset.
         origin: Origin of the settings, for error messages.
         offer_id: Number of the offer to rent, instead of the section's.
-        disk: Size of the disk in GB, instead of the section's.
+        disk: Size of the disk in bytes, instead of the section's.
         workdir: Folder of the program on a machine, instead of the section's.
 
     Raises:

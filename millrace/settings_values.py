@@ -9,7 +9,10 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 _UNITS = (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60))
-_SIZES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SIZES = (
+    ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("GB", 10**9), ("MB", 10**6),
+    ("KiB", 1 << 10),
+)  # fmt: skip
 
 
 def write_duration(value: timedelta) -> str:
@@ -33,11 +36,11 @@ def _write_seconds(value: timedelta) -> str:
 
 
 def write_size(value: int) -> str:
-    """Return a number of bytes with the largest binary unit that divides it, such as `64MiB`."""
+    """Return a number of bytes with a unit that divides it, such as `64MiB`, `40GB` or `0B`."""
     for unit, size in _SIZES:
         if value and value % size == 0:
             return f"{value // size}{unit}"
-    return f"{value}"
+    return f"{value}B"
 
 
 def make_plain(value: Any) -> Any:

@@ -25,8 +25,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from millrace.cleanup import Rule
-from millrace.gradients import AggregationSettings, RunSettings
-from millrace.gradients.settings import AggregationOptions, RunOptions
+from millrace.gradients import RunSettings
+from millrace.gradients.settings import RunOptions
 from millrace.rentals import MachineSettings, OfferRequest, Program
 from millrace.schemas.chain import OuterOptimizer
 from millrace.schemas.gradient import Codec
@@ -56,8 +56,6 @@ _SHOWN: Mapping[type[BaseModel], frozenset[str]] = {
 """Optional settings of a model that its form shows. All others are in the group `advanced`."""
 
 _MODEL_TITLES: Mapping[type[BaseModel], str] = {
-    AggregationOptions: "Aggregation settings",
-    AggregationSettings: "Aggregation settings",
     OuterOptimizer: "Optimizer settings",
     Codec: "Codec settings",
     MachineSettings: "Rental settings",

@@ -55,7 +55,7 @@ def score_windows(settings: ScorerSettings) -> ScoringResult:
         open_store(settings.store),
         settings.chain_keys,
         compute_loss,
-        settings,
+        settings.scoring,
     ):
         windows, newest = windows + 1, scores.evidence.window
         log.info(

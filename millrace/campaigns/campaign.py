@@ -9,7 +9,7 @@ from time import monotonic
 from millrace.campaigns.settings import LocalWorkerOptions, RentedWorkerOptions, TrainingOptions
 from millrace.campaigns.worker import SharedWorkerSettings, make_training_program
 from millrace.cleanup import CleanupKind, Rule
-from millrace.gradients import AggregationSettings, AggregatorSettings, InitialWeights, RunSettings
+from millrace.gradients import AggregationSettings, AggregatorSettings, RunSettings
 from millrace.keys.campaigns import CampaignKeys
 from millrace.rentals import LedgerSettings, RentalSettings
 from millrace.schemas.rental import MoneyLimits
@@ -29,8 +29,8 @@ class Training:
         options: Settings of the training.
         read_store: Store of the campaign, with read credentials.
         write_store: Store of the campaign, with write credentials.
-        initial_weights_url: URL of the store with the weights that the run begins with; empty for
-            the store of the campaign.
+        initial_weights_store: Store with the weights that the run begins with; None for the store
+            of the campaign.
         mirrors: Mirrors of the store, with read credentials. Only workers on this machine read
             them: rented machines have credentials for the store alone.
     """
@@ -40,7 +40,7 @@ class Training:
     options: TrainingOptions
     read_store: StoreSpec
     write_store: StoreSpec
-    initial_weights_url: str = ""
+    initial_weights_store: StoreSpec | None = None
     mirrors: tuple[StoreSpec, ...] = ()
 
     @property
@@ -71,6 +71,12 @@ class Training:
         )
 
     @property
+    def initial_weights_url(self) -> str:
+        """URL of the store with the initial weights; empty for the store of the campaign."""
+        store = self.initial_weights_store
+        return "" if store is None or store.url == self.read_store.url else store.url
+
+    @property
     def uids(self) -> list[str]:
         """Names of all workers."""
         return [self.keys.make_uid(number) for number in range(self.options.workers)]
@@ -93,16 +99,12 @@ class Training:
     @property
     def worker_settings(self) -> SharedWorkerSettings:
         """Settings that all workers share."""
-        options, machines = self.options, self.options.machines
+        machines = self.options.machines
         is_local = isinstance(machines, LocalWorkerOptions)
         return SharedWorkerSettings(
             campaign=self.campaign,
-            workers=options.workers,
             run=self.run,
-            command=options.command,
-            restarts=options.restarts,
-            windows_per_epoch=options.windows_per_epoch,
-            cooldown=options.cooldown,
+            training=self.options,
             dataset=self.dataset,
             data_folder=machines.data_folder if is_local else Path("data"),
             prewarm_timeout=self.prewarm_timeout,
@@ -118,28 +120,22 @@ class Training:
         """Return the number of the last window of an epoch."""
         return (epoch + 1) * self.options.windows_per_epoch
 
-    def make_aggregator_settings(self, initial_weights: InitialWeights) -> AggregatorSettings:
-        """Return the settings of the aggregator that begins the run.
-
-        Args:
-            initial_weights: Checkpoint with the weights that the run begins with.
-        """
+    @property
+    def aggregator_settings(self) -> AggregatorSettings:
+        """Settings of the aggregator that begins the run."""
         return AggregatorSettings(
             run=self.run,
             store=self.write_store,
             workers=tuple(self.uids),
-            initial_weights=initial_weights,
-            **self.options.aggregation.model_dump(),
+            initial_weights=self.options.initial_weights,
+            initial_weights_store=self.initial_weights_store,
+            aggregation=self.options.aggregation,
         )
 
-    def limit_aggregation(self, last_window: int) -> AggregationSettings:
-        """Return settings that stop an aggregator at a window, or at the first without a gradient.
-
-        Args:
-            last_window: Number of the last window to merge.
-        """
-        limits = {"until": last_window, "idle": 1}
-        return AggregationSettings.model_validate(self.options.aggregation.model_dump() | limits)
+    @property
+    def aggregation_until_idle(self) -> AggregationSettings:
+        """Options of an aggregator that stops at the first window without a gradient."""
+        return self.options.aggregation.model_copy(update={"idle": 1})
 
     def make_rental(self, ledger: LedgerSettings) -> RentalSettings:
         """Return the settings of the rental of the workers' machines.

@@ -1,6 +1,5 @@
 """Checks of a campaign before anything is created or rented."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from millrace.checkpoints.destinations import Destination
 from millrace.checkpoints.find import find_checkpoint
 from millrace.dataset_ledger import read_manifest
 from millrace.errors import ConflictError, NotFoundError
-from millrace.gradients import InitialWeights
 from millrace.keys.checkpoints import CheckpointKeys
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.checkpoint import Checkpoint
@@ -23,15 +21,11 @@ from millrace.storage import Store, StoreSpec, open_store
 from millrace.storage.overlap import locate_prefix
 
 
-def check_training(training: Training, find_weights: Callable[[], InitialWeights]) -> None:
+def check_training(training: Training) -> None:
     """Refuse a training that cannot run, before anything is created or rented for it.
 
-    The command and the Ray cluster of a training that has ended are not checked.
-
-    Args:
-        training: Training.
-        find_weights: Returns the checkpoint that the run begins with. Called only if the run has
-            not begun.
+    The weights that the run begins with are checked only if it has not begun. The command and the
+    Ray cluster of a training that has ended are not checked.
 
     Raises:
         ConflictError: A setting that cannot change differs from the committed one.
@@ -44,26 +38,19 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
     if progress.has_ended:
         return
     if not progress.has_begun:
-        _check_weights(find_weights())
+        _check_weights(training)
     _check_command(training)
     if training.options.aggregation.ray is not None:
         cluster.check_reachable(training.options.aggregation.ray)
 
 
-def check_publication(
-    training: Training,
-    find_weights: Callable[[], InitialWeights],
-    place: StoreSpec | HubSpec,
-    job: str,
-) -> None:
+def check_publication(training: Training, place: StoreSpec | HubSpec, job: str) -> None:
     """Refuse to publish where the job has another checkpoint of the step of the final weights.
 
     The weights of a training that has ended are published next, so nothing is checked.
 
     Args:
         training: Training.
-        find_weights: Returns the checkpoint that the run begins with. Called only if the run has
-            not begun.
         place: Destination of the final weights.
         job: Job of their checkpoint at the destination.
 
@@ -78,7 +65,7 @@ def check_publication(
     if progress.has_begun:
         first_step = gradients.read_link(store, training.run.chain_keys, 0).step
     else:
-        first_step = _check_weights(find_weights()).step
+        first_step = _check_weights(training).step
     step = first_step + training.last_window * training.run.steps
     destination = open_destination(place)
     if _is_epoch_job(destination, job, store, training):
@@ -140,8 +127,9 @@ def check_dataset_complete(spec: StoreSpec, dataset: str) -> None:
         ) from None
 
 
-def _check_weights(weights: InitialWeights) -> Checkpoint:
-    store = open_store(weights.store, make_folder=False)
+def _check_weights(training: Training) -> Checkpoint:
+    weights = training.options.initial_weights
+    store = open_store(training.initial_weights_store or training.read_store, make_folder=False)
     return gradients.check_weights(store, weights.job, step=weights.step, tensors=weights.tensors)
 
 

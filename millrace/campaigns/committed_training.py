@@ -5,11 +5,10 @@ from typing import Any, ClassVar
 
 from millrace.campaigns.campaign import Training
 from millrace.errors import ConflictError, NotFoundError
-from millrace.gradients import RunSettings, WindowOptions
+from millrace.gradients import InitialWeights, RunSettings, WindowOptions
 from millrace.keys.datasets import DatasetKeys
 from millrace.records import (
     Record,
-    RecordPart,
     commit_once,
     digest_record,
     fetch,
@@ -24,38 +23,23 @@ _FIELD_NAMES = {
     "run.windows": "the number of all windows (training.epochs x training.windows_per_epoch)",
     "dataset": "data.dataset",
     "dataset_digest": "the manifest of data.dataset",
-    "initial_weights.url": "training.initial_weights.bucket",
+    "initial_weights_url": "training.initial_weights_bucket",
 }  # names of committed fields in the plan of a campaign; the others begin with `training.`
-
-
-class CommittedWeights(RecordPart):
-    """Initial weights in the record of a training, without the credentials of their store.
-
-    Attributes:
-        url: URL of their store; empty for the campaign's store.
-        job: Job of the checkpoint.
-        step: Step of the checkpoint; None for the newest one.
-        tensors: Prefix of the weights' names.
-    """
-
-    url: str
-    job: str
-    step: int | None
-    tensors: str
 
 
 class CommittedTraining(Record):
     """Record of the settings of a campaign's training that cannot change under its name."""
 
     record_kind: ClassVar[str] = "campaign-training"
-    record_version: ClassVar[int] = 4  # with `residual_factor`
+    record_version: ClassVar[int] = 5  # with `initial_weights_url`
 
     workers: int
     windows_per_epoch: int
     run: RunSettings
     dataset: str
     dataset_digest: str | None  # of the manifest
-    initial_weights: CommittedWeights
+    initial_weights: InitialWeights
+    initial_weights_url: str  # empty for the campaign's store
 
 
 def check_committed_training(training: Training) -> None:
@@ -93,19 +77,14 @@ def has_begun_with_dataset(training: Training) -> bool:
 
 
 def _make_committed_training(training: Training) -> CommittedTraining:
-    weights = training.options.initial_weights
     return CommittedTraining(
         workers=training.options.workers,
         windows_per_epoch=training.options.windows_per_epoch,
         run=training.run,
         dataset=training.dataset,
         dataset_digest=_digest_dataset(training),
-        initial_weights=CommittedWeights(
-            url=training.initial_weights_url,
-            job=weights.job,
-            step=weights.step,
-            tensors=weights.tensors,
-        ),
+        initial_weights=training.options.initial_weights,
+        initial_weights_url=training.initial_weights_url,
     )
 
 

@@ -12,7 +12,7 @@ from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.checkpoints.cooldown.votes import derive_epoch
 from millrace.errors import CorruptError, HeldError, NoProgressError, NotFoundError
 from millrace.formatting import format_count
-from millrace.gradients import AggregationSettings, ChainLink
+from millrace.gradients import ChainLink
 from millrace.keys.gradients import ChainKeys
 from millrace.schemas.checkpoint import EpochRecord
 from millrace.storage import Store, open_store
@@ -50,8 +50,8 @@ class MergedWindows(Protocol):
         ...
 
 
-RunAggregator = Callable[[AggregationSettings], MergedWindows | None]
-"""Runs an aggregator with the given settings, up to their last window or one without a gradient.
+RunAggregator = Callable[[int], MergedWindows | None]
+"""Runs an aggregator up to the window of the given number, or one without a gradient.
 
 None means that another process aggregates the run: the flow then ends as completed, with a message.
 """
@@ -200,7 +200,7 @@ def _count_idle_windows(store: Store, keys: ChainKeys, newest_window: int) -> in
 
 
 def _merge_until(training: Training, last_window: int, aggregate: RunAggregator) -> MergedWindows:
-    done = aggregate(training.limit_aggregation(last_window))
+    done = aggregate(last_window)
     if done is None:
         raise HeldError(f"{training.keys.run} is aggregated by another process, which is alive.")
     return done

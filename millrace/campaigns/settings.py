@@ -16,9 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.campaigns.worker import SharedWorkerSettings
-from millrace.checkpoints import CooldownSettings
-from millrace.gradients import AggregationOptions, RunOptions, WeightsSource
+from millrace.campaigns.worker import WorkerOptions
+from millrace.gradients import AggregationSettings, InitialWeights, RunOptions
 from millrace.rentals import CodeRepository, OfferRequest, RentalTimeouts, check_offer_id
 from millrace.settings import Duration
 
@@ -67,20 +66,10 @@ class LocalWorkerOptions(BaseModel):
     )
 
 
-class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
+class TrainingOptions(WorkerOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
-    command: tuple[str, ...] = Field(
-        min_length=1,
-        description=SharedWorkerSettings.model_fields["command"].description,
-    )
-    restarts: int = Field(
-        default=SharedWorkerSettings.model_fields["restarts"].default,
-        ge=0,
-        description=SharedWorkerSettings.model_fields["restarts"].description,
-    )
-    initial_weights: WeightsSource = Field(description="Weights that the run begins with.")
-    workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
+    initial_weights: InitialWeights = Field(description="Weights that the run begins with.")
     machines: RentedWorkerOptions | LocalWorkerOptions = Field(
         default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
@@ -93,13 +82,9 @@ class TrainingOptions(BaseModel, frozen=True, extra="forbid"):
     epochs: int = Field(
         default=1, ge=1, description="Number of epochs. Each epoch ends with a checkpoint."
     )
-    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
     run: RunOptions = Field(default=RunOptions(), description="Settings that all workers share.")
-    cooldown: CooldownSettings = Field(
-        default=CooldownSettings(), description="Settings of the end of an epoch."
-    )
-    aggregation: AggregationOptions = Field(
-        default=AggregationOptions(),
+    aggregation: AggregationSettings = Field(
+        default=AggregationSettings(),
         description="Settings of the aggregator: when the campaign ends without gradients, and "
         "which checkpoints the aggregator keeps.",
     )

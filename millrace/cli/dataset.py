@@ -11,6 +11,7 @@ import click
 from millrace import errors
 from millrace.cli.common import (
     DURATION,
+    SIZE,
     CommandResult,
     NounGroup,
     add_yes_option,
@@ -108,7 +109,7 @@ def _take_machine_options(command: "Callable[..., Any]") -> "Callable[..., Any]"
             help="Folder of the program on a machine; `vast.workdir`.",
         ),
         click.option(
-            "--disk", type=float, metavar="GB", help="Size of the disk; `vast.request.disk`."
+            "--disk", type=SIZE, help="Size of the disk, such as 80GB; `vast.request.disk`."
         ),
         click.option(
             "--offer-id",

@@ -243,14 +243,15 @@ def score(settings: Path, *, until: int | None, follow: bool) -> CommandResult:
     from millrace.storage import open_store
 
     config = load_settings(settings, ScorerSettings)
+    options = config.scoring
     if until is not None:
-        config = config.model_copy(update={"until": until})
+        options = options.model_copy(update={"until": until})
     scored: list[dict[str, object]] = []
     for scores in score_run(
         open_store(config.store, make_folder=False),
         config.chain_keys,
         load_compute_loss(config.loss, settings.parent),
-        config,
+        options,
         follow=config.poll_interval if follow or config.follow else None,
     ):
         evidence = scores.evidence

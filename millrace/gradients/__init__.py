@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING, Any
 from millrace.extras import import_extra_module
 from millrace.gradients.scoring.settings import ScorerOptions, ScorerSettings
 from millrace.gradients.settings import (
-    AggregationOptions,
     AggregationSettings,
     AggregatorSettings,
     InitialWeights,
     RegistrationSettings,
     RunOptions,
     RunSettings,
-    WeightsSource,
 )
 from millrace.gradients.templar.settings import (
     TemplarImportSettings,
@@ -81,7 +79,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AggregationOptions",
     "AggregationSettings",
     "AggregatorSettings",
     "ChainError",
@@ -127,7 +124,6 @@ __all__ = [
     "TrainingWindow",
     "Transform",
     "WeightState",
-    "WeightsSource",
     "WindowOptions",
     "WindowScores",
     "WorkerFactors",

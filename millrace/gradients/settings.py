@@ -1,8 +1,7 @@
 """Settings of a run: how pseudo-gradients are gathered and merged, and when a run ends.
 
-`RunOptions` and `AggregationOptions` have what the plan of a campaign may choose. `RunSettings` and
-`AggregationSettings` add what the campaign derives from its plan: the name of the run, and the
-windows.
+`RunOptions` have what the plan of a campaign may choose. `RunSettings` add what the campaign
+derives from its plan: the name of the run, and the number of its windows.
 
 This module imports neither numba nor torch, so that forms and settings files can be
 read without them.
@@ -22,7 +21,7 @@ from millrace.schemas.merge import COORDINATE_WISE_RULES, MergeSettings
 from millrace.schemas.registration import KEY_PATTERN
 from millrace.schemas.window import WindowOptions
 from millrace.settings import Duration
-from millrace.storage import StoreSettings, StoreSpec
+from millrace.storage import StoreSpec
 
 
 class RegistrationSettings(BaseModel):
@@ -170,8 +169,8 @@ class RunSettings(RunOptions):
         return ChainKeys(self.run, self.version)
 
 
-class WeightsSource(BaseModel):
-    """Weights in a checkpoint: its job, its step, and their names, without the store."""
+class InitialWeights(BaseModel):
+    """Weights that a run begins with: a checkpoint, and their names in it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -187,32 +186,7 @@ class WeightsSource(BaseModel):
     )
 
 
-class InitialWeights(WeightsSource, StoreSettings):
-    """Initial weights in a settings file: a checkpoint, with the settings of its store."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str = Field(
-        default="",
-        description="URL of the store with the checkpoint; by default that of the aggregator's "
-        "bucket.",
-    )
-
-    @model_validator(mode="after")
-    def _store_is_whole(self) -> Self:
-        fields = StoreSpec.model_fields
-        given = [
-            name
-            for name in fields
-            if name != "url"
-            and getattr(self, name) != fields[name].get_default(call_default_factory=True)
-        ]
-        if given and not self.url:
-            raise ValueError(f"{' and '.join(given)} belong to another store: write its url, too")
-        return self
-
-
-class AggregationOptions(BaseModel):
+class AggregationSettings(BaseModel):
     """Options of an aggregator: when it ends without gradients, and which checkpoints it keeps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -253,22 +227,10 @@ class AggregationOptions(BaseModel):
     )
 
 
-class AggregationSettings(AggregationOptions):
-    """Options of an aggregator, with limits on the windows that it merges."""
-
-    max_windows: int | None = Field(
-        title="Largest number of windows",
-        default=None,
-        ge=1,
-        description="Largest number of windows to merge; by default all until the run is over.",
-    )
-    until: int | None = Field(
-        title="Last window", default=None, ge=1, description="Number of the last window to merge."
-    )
-
-
-class AggregatorSettings(AggregationSettings):
+class AggregatorSettings(BaseModel):
     """Settings of an aggregator: its options, the run, the workers, and their buckets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunSettings = Field(description="Settings that all workers of the run share.")
     store: StoreSpec = Field(description="Bucket of the aggregator: the chain is written there.")
@@ -293,6 +255,24 @@ class AggregatorSettings(AggregationSettings):
         default=None,
         description="Checkpoint with the weights that the run begins with. Without it, the run "
         "must have begun.",
+    )
+    initial_weights_store: StoreSpec | None = Field(
+        default=None,
+        description="Store of that checkpoint; by default the aggregator's bucket.",
+    )
+    max_windows: int | None = Field(
+        title="Largest number of windows",
+        default=None,
+        ge=1,
+        description="Largest number of windows to merge; by default all until the run is over.",
+    )
+    until: int | None = Field(
+        title="Last window", default=None, ge=1, description="Number of the last window to merge."
+    )
+    aggregation: AggregationSettings = Field(
+        default=AggregationSettings(),
+        description="Options of the aggregator: when it ends without gradients, and which "
+        "checkpoints it keeps.",
     )
 
     @property

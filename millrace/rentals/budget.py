@@ -55,9 +55,8 @@ class Budget:
         self, offer: Offer, now: datetime, state: RentalState
     ) -> timedelta:
         """Return the time after which a detached machine has cost its share of the money."""
-        traffic = (
-            self._request.download * offer.download_dollars_per_gb
-            + self._request.upload * offer.upload_dollars_per_gb
+        traffic = self._request.compute_traffic_cost(
+            offer.download_dollars_per_gb, offer.upload_dollars_per_gb
         )
         money_left = self._request.max_total - state.compute_cost(now)
         share = min(self._limits.share, money_left / max(1, state.slot_count - len(state.done)))
@@ -96,9 +95,8 @@ class Budget:
     def _compute_remaining_traffic_cost(self, machine: Machine, now: datetime) -> float:
         """Compute the dollars of the expected traffic that a machine has not reported yet."""
         intent = machine.attempt.intent
-        expected_cost = (
-            self._request.download * intent.download_dollars_per_gb
-            + self._request.upload * intent.upload_dollars_per_gb
+        expected_cost = self._request.compute_traffic_cost(
+            intent.download_dollars_per_gb, intent.upload_dollars_per_gb
         )
         return max(0.0, expected_cost - _compute_traffic_cost(machine, now))
 

@@ -355,7 +355,7 @@ class MachineStarter:
         return self._context.vast.create_instance(
             offer.id,
             image=settings.program.image,
-            disk=settings.request.disk,
+            disk=settings.request.disk_gb,
             env=environment,
             label=attempt.intent.label,
             onstart_cmd=read_onstart_script(),

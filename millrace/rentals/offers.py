@@ -6,15 +6,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from millrace.formatting import clean_text
 from millrace.rentals.vast.api import VastClient
 from millrace.schemas.rental import MoneyLimits
-from millrace.settings import Duration
+from millrace.settings import Duration, Size, parse_size
 
 MAX_LIFETIME = timedelta(days=7)
 """Longest lifetime of a machine, and of its credentials."""
+_GB = 1_000_000_000
+_LEAST_SIZE = 1_000_000  # of a disk, a memory or an expected transfer
 _HOURS_PER_MONTH = 730.0
 _MAX_OFFERS = 100
 
@@ -45,14 +55,15 @@ class OfferRequest(BaseModel):
         le=64,
         description="Number of GPUs in each machine.",
     )
-    gpu_memory: float = Field(
-        title="GPU memory in GB", default=0.0, ge=0, description="Least memory of each GPU, in GB."
+    gpu_memory: Size = Field(
+        title="GPU memory",
+        default=ByteSize(0),
+        description="Least memory of each GPU, such as `24GB`.",
     )
-    disk: float = Field(
-        title="Disk in GB",
-        default=40.0,
-        ge=8,
-        description="Size of the disk, in GB. It cannot be changed later.",
+    disk: Size = Field(
+        default=ByteSize(40 * _GB),
+        ge=8 * _GB,
+        description="Size of the disk, such as `80GB`. It cannot be changed later.",
     )
     down: float = Field(
         title="Download speed in Mbit/s",
@@ -123,24 +134,31 @@ class OfferRequest(BaseModel):
         description="Longest lifetime of a machine. It is then released, whatever its program "
         "does.",
     )
-    hours: float = Field(
-        title="Expected hours",
-        default=1.0,
-        gt=0,
-        description="Expected hours of use, to compare the costs of offers.",
+    duration: Duration = Field(
+        title="Expected duration",
+        default=timedelta(hours=1),
+        gt=timedelta(0),
+        description="Expected duration of use, to compare the costs of offers.",
     )
-    download: float = Field(
-        title="Expected download in GB",
-        default=0.0,
-        ge=0,
-        description="Expected download in GB, to compare the costs of offers.",
+    download: Size = Field(
+        title="Expected download",
+        default=ByteSize(0),
+        description="Expected download, such as `50GB`, to compare the costs of offers.",
     )
-    upload: float = Field(
-        title="Expected upload in GB",
-        default=0.0,
-        ge=0,
-        description="Expected upload in GB, to compare the costs of offers.",
+    upload: Size = Field(
+        title="Expected upload",
+        default=ByteSize(0),
+        description="Expected upload, such as `50GB`, to compare the costs of offers.",
     )
+
+    @field_validator("gpu_memory", "disk", "download", "upload", mode="before")
+    @classmethod
+    def _refuse_few_bytes(cls, value: Any) -> int:
+        """Refuse a number of GB without its unit, which would stand for bytes."""
+        size = parse_size(value)
+        if 0 < size < _LEAST_SIZE:
+            raise ValueError(f"{str(value)!r} is {size} bytes: write 80GB or 512MiB")
+        return size
 
     @model_validator(mode="after")
     def _check_bid(self) -> Self:
@@ -159,6 +177,18 @@ class OfferRequest(BaseModel):
         """Return the limits of what a number of machines may cost."""
         return MoneyLimits(max_hourly=self.max_hourly, max_total=self.max_total, machines=machines)
 
+    @property
+    def disk_gb(self) -> float:
+        """Size of the disk in GB, the API's own unit."""
+        return self.disk / _GB
+
+    def compute_traffic_cost(
+        self, download_dollars_per_gb: float, upload_dollars_per_gb: float
+    ) -> float:
+        """Compute the dollars of the expected download and upload."""
+        cost = self.download * download_dollars_per_gb + self.upload * upload_dollars_per_gb
+        return cost / _GB
+
     def make_filters(self) -> dict[str, dict[str, Any]]:
         """Return the requirements in the API's own units: MB of memory, seconds of duration."""
         filters: dict[str, dict[str, Any]] = {
@@ -166,8 +196,8 @@ class OfferRequest(BaseModel):
             "rented": {"eq": False},
             "external": {"eq": False},
             "num_gpus": {"eq": self.gpus},
-            "gpu_ram": {"gte": self.gpu_memory * 1000},
-            "disk_space": {"gte": self.disk},
+            "gpu_ram": {"gte": self.gpu_memory / 1_000_000},
+            "disk_space": {"gte": self.disk_gb},
             "inet_down": {"gte": self.down},
             "inet_up": {"gte": self.up},
             "reliability": {"gte": self.reliability},
@@ -237,7 +267,7 @@ class Offer:
             if bid < min_bid:
                 raise ValueError("the bid is below the lowest bid that is accepted")
             dollars_per_hour = (
-                bid + float(row.get("storage_cost") or 0.0) * request.disk / _HOURS_PER_MONTH
+                bid + float(row.get("storage_cost") or 0.0) * request.disk_gb / _HOURS_PER_MONTH
             )
         download_dollars_per_gb = float(row.get("inet_down_cost") or 0.0)
         upload_dollars_per_gb = float(row.get("inet_up_cost") or 0.0)
@@ -258,9 +288,8 @@ class Offer:
             bid=bid,
             download_dollars_per_gb=download_dollars_per_gb,
             upload_dollars_per_gb=upload_dollars_per_gb,
-            expected_cost=request.hours * dollars_per_hour
-            + request.download * download_dollars_per_gb
-            + request.upload * upload_dollars_per_gb,
+            expected_cost=request.duration / timedelta(hours=1) * dollars_per_hour
+            + request.compute_traffic_cost(download_dollars_per_gb, upload_dollars_per_gb),
         )
 
 
@@ -279,7 +308,10 @@ def find_offers(
     """
     excluded = set(exclude)
     rows = vast.search_offers(
-        request.make_filters(), offer_type=request.offer_type, disk=request.disk, limit=_MAX_OFFERS
+        request.make_filters(),
+        offer_type=request.offer_type,
+        disk=request.disk_gb,
+        limit=_MAX_OFFERS,
     )
     offers: dict[int, Offer] = {}
     for row in rows:

@@ -619,11 +619,11 @@ def test_one_offer_is_rented_with_its_disk_and_folder(
 ) -> None:
     monkeypatch.setattr("millrace.cli.machine.interrupt_on_signal", lambda _: None)
     path, data = write_rented_dataset(vast, repository, tmp_path)
-    planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast", "--disk", "20"])
+    planned = CliRunner().invoke(main, ["plan", str(path), "--use-vast", "--disk", "20GB"])
     offers = re.findall(r"^ *(\d+)  1 x", planned.output, re.MULTILINE)
     assert len(offers) > 2
     folder = tmp_path / "work/here"
-    options = ["--use-vast", "--offer-id", offers[-1], "--disk", "20", "--workdir", str(folder)]
+    options = ["--use-vast", "--offer-id", offers[-1], "--disk", "20GB", "--workdir", str(folder)]
     done = CliRunner().invoke(main, ["run", str(path), *options, "--yes"])
     assert done.exit_code == 0, done.output
     assert (folder / "millrace-run.yaml").exists()

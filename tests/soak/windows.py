@@ -26,6 +26,7 @@ import torch
 from millrace import errors
 from millrace.checkpoints import Saver
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
     ChainLink,
     Codec,
@@ -113,8 +114,8 @@ def run_windows(
     found, lock = Counts(), threading.Lock()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.soak.windows"])
-    initial_weights = _save_initial_weights(folder)
-    undisturbed = _Run(context, FolderStore(folder / "clean"), initial_weights, folder, 0, [])
+    weights_store = _save_initial_weights(folder)
+    undisturbed = _Run(context, FolderStore(folder / "clean"), weights_store, folder, 0, [])
     undisturbed.run()
     expected = undisturbed.states
     if undisturbed.saved_windows != [*range(0, WINDOWS + 1, _EVERY)]:
@@ -126,7 +127,7 @@ def run_windows(
     def run_aggregation(number: int) -> None:
         generator = Random(f"{seed} windows {number}")
         store = stores[number % len(stores)]
-        run = _Run(context, store, initial_weights, folder, number, _draw_interruptions(generator))
+        run = _Run(context, store, weights_store, folder, number, _draw_interruptions(generator))
         try:
             run.run()
         except TimeoutError as error:
@@ -202,12 +203,12 @@ def _make_model() -> torch.nn.Module:
 _INITIAL_MODEL = _make_model()
 
 
-def _save_initial_weights(folder: Path) -> InitialWeights:
-    """Save the initial weights of all runs in a folder."""
+def _save_initial_weights(folder: Path) -> StoreSpec:
+    """Save the initial weights of all runs in a folder, and return their store."""
     store = open_store((folder / "begin").as_uri())
     with Saver(store, "trained") as saver:
         saver.save(dict(_INITIAL_MODEL.named_parameters()), step=7).result()
-    return InitialWeights(**dict(store.spec), job="trained")
+    return store.spec
 
 
 class _Run:
@@ -217,7 +218,7 @@ class _Run:
         self,
         context: Any,
         shared_store: SharedStore,
-        initial_weights: InitialWeights,
+        weights_store: StoreSpec,
         folder: Path,
         number: int,
         interruptions: list[Interruption],
@@ -232,8 +233,9 @@ class _Run:
         )
         self.settings = AggregatorSettings(
             run=run, store=make_spec(shared_store), workers=UIDS,
-            initial_weights=initial_weights, until=WINDOWS, every=_EVERY,
-            lease_timeout=timedelta(seconds=3),
+            initial_weights=InitialWeights(job="trained"), initial_weights_store=weights_store,
+            until=WINDOWS,
+            aggregation=AggregationSettings(every=_EVERY, lease_timeout=timedelta(seconds=3)),
         )  # fmt: skip
         self._bucket = shared_store.open_bucket(PREFIX)
         self._context, self._interruptions = context, interruptions

@@ -89,7 +89,7 @@ def test_a_file_with_every_setting_becomes_settings_that_load(tmp_path: Path, ru
     assert vast.account.api_key.get_secret_value() == "vast"
     assert (vast.repo_url, vast.repo_ref) == ("https://github.com/example/project.git", "v1")
     assert vast.image == "pytorch/pytorch:2.3.0"
-    assert (vast.request.disk, vast.request.max_hourly, vast.request.max_total) == (60, 1.5, 1.5)
+    assert (vast.request.disk, vast.request.max_hourly, vast.request.max_total) == (60e9, 1.5, 1.5)
     comments = [line for line in text.splitlines() if line.startswith("# Left out: ")]
     assert [line.split()[3] for line in comments] == [
         "vast.offer_id.", "vast.workdir.", "r2.region.", "pipeline.staging_dir.",

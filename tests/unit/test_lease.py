@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from millrace import errors
 from millrace.checkpoints import MemberSettings
 from millrace.datasets.settings import ExecutionSettings
-from millrace.gradients.settings import AggregationOptions
+from millrace.gradients.settings import AggregationSettings
 from millrace.keys.leases import LeaseKeys
 from millrace.lease import (
     MAX_TTL,
@@ -246,7 +246,7 @@ def test_a_time_longer_than_any_lease_is_refused(store, clock):
         acquire(store, KEYS, Holder.describe_this_process(), timedelta(hours=4), clock)
 
 
-@pytest.mark.parametrize("settings", [ExecutionSettings, AggregationOptions, MemberSettings])
+@pytest.mark.parametrize("settings", [ExecutionSettings, AggregationSettings, MemberSettings])
 def test_settings_refuse_a_time_longer_than_any_lease(settings):
     source = {"url": "memory://x", "job": "job"}
     others = {"store": {"url": "memory://x"}, "job": "job", "epoch": 0, "source": source}

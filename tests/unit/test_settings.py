@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from millrace import errors, settings
+from millrace.campaigns import TrainingOptions
 from millrace.checkpoints import MemberSettings
 from millrace.checkpoints.settings import SaveSettings
 from millrace.cleanup import CleanupSettings
@@ -19,7 +20,12 @@ from millrace.cli.common import SIZE
 from millrace.datasets import PipelineSettings
 from millrace.datasets.settings import ShardingSettings
 from millrace.digest import dump_canonical_json
-from millrace.gradients import AggregatorSettings
+from millrace.gradients import (
+    AggregationSettings,
+    AggregatorSettings,
+    InitialWeights,
+    TemplarImportSettings,
+)
 from millrace.settings import (
     AsWritten,
     Duration,
@@ -30,7 +36,7 @@ from millrace.settings import (
     read_settings_file,
     validate_settings,
 )
-from millrace.settings_values import write_duration
+from millrace.settings_values import write_duration, write_size
 from millrace.storage import StoreSpec
 
 
@@ -432,11 +438,6 @@ ENDPOINT = {
 WHOLE = {
     "millrace.yaml": (PipelineSettings, "source", {"dataset": "d", "source": {"kind": "files"}}),
     "cooldown.yaml": (MemberSettings, "source", {"job": "j", "epoch": 0, "source": {"job": "j"}}),
-    "aggregate.yaml": (
-        AggregatorSettings,
-        "initial_weights",
-        {"run": {"run": "r"}, "workers": ["a"], "initial_weights": {"job": "j"}},
-    ),
 }
 
 
@@ -462,18 +463,32 @@ def test_a_part_with_a_nested_store_is_refused_with_the_shape_to_write(name, tmp
     ) in str(refusal.value)
 
 
-def test_weights_without_a_url_are_in_the_aggregators_bucket(tmp_path):
-    model, part, data = WHOLE["aggregate.yaml"]
-    data = {"store": {"url": "memory://x"}, **data}
-    assert (
-        load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model).initial_weights.url
-        == ""
-    )
-    data[part] = {**data[part], "endpoint": ENDPOINT["endpoint"]}
-    with pytest.raises(
-        errors.ConfigurationError, match=r"initial_weights: endpoint .*: write its url, too"
-    ):
-        load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), model)
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (1000, "1000B"), (64 << 20, "64MiB"), (8 * 10**9, "8GB"), (3 << 30, "3GiB")],
+)
+def test_a_size_is_written_with_its_unit(size, text):
+    assert write_size(size) == text
+    assert TypeAdapter(Size).validate_python(text) == size
+
+
+@pytest.mark.parametrize("model", [AggregatorSettings, TemplarImportSettings])
+def test_one_class_says_which_weights_a_run_begins_with(model):
+    """In each settings file, form and plan; the store of the checkpoint stands beside it."""
+    assert model.model_fields["initial_weights"].annotation == InitialWeights | None
+    assert TrainingOptions.model_fields["initial_weights"].annotation is InitialWeights
+
+
+def test_parts_of_the_settings_of_an_aggregator_nest(tmp_path):
+    data = {
+        "run": {"run": "r"}, "store": {"url": "memory://x"}, "workers": ["a"],
+        "initial_weights": {"job": "j"}, "initial_weights_store": ENDPOINT,
+        "aggregation": {"every": 4},
+    }  # fmt: skip
+    found = load_settings(written(tmp_path, "a.yaml", yaml.safe_dump(data)), AggregatorSettings)
+    assert found.initial_weights == InitialWeights(job="j")
+    assert found.initial_weights_store == StoreSpec.model_validate(ENDPOINT)
+    assert found.aggregation == AggregationSettings(every=4)
 
 
 def test_a_setting_that_this_version_does_not_have_is_a_sentence(tmp_path):

@@ -10,7 +10,11 @@ from millrace.campaigns.worker.program import (
     render_worker_settings,
 )
 from millrace.campaigns.worker.reports import find_joined_workers, read_median_metric
-from millrace.campaigns.worker.settings import SharedWorkerSettings, WorkerSettings
+from millrace.campaigns.worker.settings import (
+    SharedWorkerSettings,
+    WorkerOptions,
+    WorkerSettings,
+)
 from millrace.campaigns.worker.training_command import (
     check_local_command,
     check_repository_command,
@@ -27,6 +31,7 @@ __all__ = [
     "WindowBatches",
     "WindowLoader",
     "Worker",
+    "WorkerOptions",
     "WorkerSettings",
     "check_local_command",
     "check_repository_command",

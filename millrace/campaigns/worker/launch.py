@@ -85,15 +85,16 @@ def _await_prewarm(settings: WorkerSettings, timeout: timedelta) -> None:
 
 
 def _run_with_restarts(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
-    delay, remaining = settings.restart_delay.total_seconds(), settings.restarts
+    options = settings.training
+    delay, remaining = settings.restart_delay.total_seconds(), options.restarts
     while True:
         began = time.monotonic()
-        code = _run_command(settings.command, environ)
+        code = _run_command(options.command, environ)
         if time.monotonic() - began >= _STABLE_AFTER:
-            delay, remaining = settings.restart_delay.total_seconds(), settings.restarts
+            delay, remaining = settings.restart_delay.total_seconds(), options.restarts
         if code == 0 or not remaining:
             return code
-        log.warning("%s ended with %d: it is started again", " ".join(settings.command), code)
+        log.warning("%s ended with %d: it is started again", " ".join(options.command), code)
         time.sleep(delay)
         delay, remaining = 2 * delay, remaining - 1
 

@@ -40,8 +40,9 @@ def render_worker_settings(
         mirrors: Mirrors of the store, with read credentials.
     """
     settings: dict[str, Any] = escape_variables(shared.model_dump(mode="json"))
+    training = settings["training"]
+    training["command"] = [word.replace("{slot}", str(number)) for word in training["command"]]
     settings |= {
-        "command": [word.replace("{slot}", str(number)) for word in settings["command"]],
         "uid": CampaignKeys(shared.campaign).make_uid(number),
         "number": number,
         "read_store": make_store_settings(read_spec, Right.READ),

@@ -17,14 +17,9 @@ NODE_PORT = IDENTITY_PORT
 """Port that a rented machine opens for its swarm agent."""
 
 
-class SharedWorkerSettings(BaseModel):
-    """Settings that all workers of a campaign share, on any machine."""
+class WorkerOptions(BaseModel, frozen=True, extra="forbid"):
+    """Options of a training that its plan and its workers have."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    campaign: str = Field(description="Name of the campaign: a prefix below the store's URL.")
-    workers: int = Field(default=1, ge=1, description="Number of workers.")
-    run: RunSettings = Field(description="Settings of the run, equal for all workers.")
     command: tuple[str, ...] = Field(
         min_length=1,
         description="Training command, one word per item, such as "
@@ -38,14 +33,24 @@ class SharedWorkerSettings(BaseModel):
         description="Number of restarts in a row of a training script that fails, on the same "
         "machine. A script that has run for ten minutes begins the count anew.",
     )
+    workers: int = Field(default=1, ge=1, le=256, description="Number of workers.")
+    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows of each epoch.")
+    cooldown: CooldownSettings = Field(
+        default=CooldownSettings(), description="Settings of the end of an epoch."
+    )
+
+
+class SharedWorkerSettings(BaseModel):
+    """Settings that all workers of a campaign share, on any machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    campaign: str = Field(description="Name of the campaign: a prefix below the store's URL.")
+    run: RunSettings = Field(description="Settings of the run, equal for all workers.")
+    training: WorkerOptions = Field(description="Options of the training.")
     restart_delay: Duration = Field(
         default=timedelta(seconds=10),
         description="Delay of the first restart. The delay doubles with each restart.",
-    )
-    windows_per_epoch: int = Field(default=10, ge=1, description="Number of windows in an epoch.")
-    cooldown: CooldownSettings = Field(
-        default=CooldownSettings(),
-        description="Settings of the end of an epoch, with a checkpoint.",
     )
     dataset: str | None = Field(default=None, description="Path of the dataset below the store.")
     data_folder: Path = Field(

@@ -88,7 +88,7 @@ class Worker:
             job, uid = self._keys.job, self.settings.uid
             membership = Membership(self._write_store, job, uid, reads=self._read_store)
             stack.enter_context(membership)
-            saver = EpochSaver(membership, self.settings.cooldown, progress=self._progress)
+            saver = EpochSaver(membership, self.settings.training.cooldown, progress=self._progress)
             self._saver = stack.enter_context(saver)
             self._stack = stack.pop_all()
         return self
@@ -128,8 +128,8 @@ class Worker:
             raise errors.ConfigurationError(
                 f"{manifest.dataset} has no shards of the split {split!r}: name {splits}."
             )
-        if only_own and len(shards) >= self.settings.workers:
-            shards = shards[self.settings.number :: self.settings.workers]
+        if only_own and len(shards) >= self.settings.training.workers:
+            shards = shards[self.settings.number :: self.settings.training.workers]
         return [self._fetch_shard(manifest, one) for one in shards]
 
     def load_batches(
@@ -160,7 +160,7 @@ class Worker:
                 self.settings.dataset,
                 run=self.settings.run.name,
                 number=self.settings.number,
-                workers=self.settings.workers,
+                workers=self.settings.training.workers,
                 batch_size=batch_size,
                 steps=self.settings.run.steps,
                 split=split,
@@ -250,7 +250,7 @@ class Worker:
         key = self.settings.run.gradient_keys.make_start_window_key(start.uid, number)
         if not commit_once(self._write_store, key, start).mine:
             self._renew_report(number)
-        done, rest = divmod(number - 1, self.settings.windows_per_epoch)
+        done, rest = divmod(number - 1, self.settings.training.windows_per_epoch)
         if done and not rest:
             self._end_training_epoch(done - 1, number - 1, window.step, state)
 

@@ -45,8 +45,10 @@ class ScorerOptions(BaseModel):
     threads: int = Field(default=2, ge=1, le=64, description="Number of threads.")
 
 
-class ScorerSettings(ScorerOptions):
+class ScorerSettings(BaseModel):
     """Settings of a scorer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: StoreSpec = Field(
         description="Bucket of the aggregator, with the chain. The scores are written there."
@@ -65,6 +67,11 @@ class ScorerSettings(ScorerOptions):
         default=timedelta(seconds=10),
         gt=timedelta(0),
         description="Interval between two looks for a new window.",
+    )
+    scoring: ScorerOptions = Field(
+        default=ScorerOptions(),
+        description="Options of the scorer: which windows it scores, and how it evaluates "
+        "gradients.",
     )
 
     @property

@@ -14,7 +14,7 @@ from millrace.gradients.backends.ray_cluster import allocate_on_ray
 from millrace.gradients.backends.sharded_weights import AllocateWeights, ShardedWeights
 from millrace.gradients.gather_window import Sender
 from millrace.gradients.merging.links import find_newest_window
-from millrace.gradients.settings import AggregatorSettings
+from millrace.gradients.settings import AggregationSettings, AggregatorSettings
 from millrace.gradients.sync.windows import catch_up_weights, merge_windows
 from millrace.gradients.templar.settings import TemplarImportSettings
 from millrace.gradients.weights import begin_run, load_checkpoint_weights, load_newest_weights
@@ -48,7 +48,7 @@ def aggregate_run(
         ConflictError: Another aggregator merged a window differently. Call this function again.
         WorkerError: A node with some of the weights is lost. Call this function again.
     """
-    run, keys = settings.run, settings.run.chain_keys
+    run, keys, options = settings.run, settings.run.chain_keys, settings.aggregation
     shared = settings.gradients_store or settings.store
     opened = {"": open_store(shared)}  # workers that share a bucket are listed together
     opened |= {
@@ -63,12 +63,12 @@ def aggregate_run(
     workers = [make_sender(uid) for uid in settings.workers]
     reserves = [make_sender(uid) for uid in settings.reserves]
     with ExitStack() as stack:
-        heartbeat = stack.enter_context(Heartbeat(settings.lease_timeout))
-        lease = acquire_run_lease(store, keys, settings.lease_timeout)
+        heartbeat = stack.enter_context(Heartbeat(options.lease_timeout))
+        lease = acquire_run_lease(store, keys, options.lease_timeout)
         heartbeat.keep(lease)
         allocate = stack.enter_context(_choose_allocation(settings, progress))
         weights, window = load_or_begin_run(settings, store, allocate, progress=progress)
-        saver = stack.enter_context(_CheckpointSaver(store, keys, weights, settings))
+        saver = stack.enter_context(_CheckpointSaver(store, keys, weights, options))
         applied = catch_up_weights(
             store, run, weights, after=window, until=settings.last_window, progress=progress
         )
@@ -91,7 +91,7 @@ def aggregate_run(
             saver.note_link(link)
             yield link
             idle_windows = 0 if link.taken else idle_windows + 1
-            if count == settings.max_windows or idle_windows == settings.idle:
+            if count == settings.max_windows or idle_windows == options.idle:
                 return
 
 
@@ -120,17 +120,17 @@ def ensure_run_begun(settings: AggregatorSettings, *, progress: Progress = ignor
 def _choose_allocation(
     settings: AggregatorSettings, progress: Progress
 ) -> AbstractContextManager[AllocateWeights]:
-    if settings.ray is None:
-        return nullcontext(allocate_locally(threads=settings.threads, progress=progress))
-    run = settings.run
+    run, options = settings.run, settings.aggregation
+    if options.ray is None:
+        return nullcontext(allocate_locally(threads=options.threads, progress=progress))
     # `GradientReader` reads this many gradients at once if all workers but one stall.
     reads = run.gather.concurrency + len(settings.workers) + len(settings.reserves)
     reads += run.registration.most if run.registration else 0
     return allocate_on_ray(
-        settings.ray,
+        options.ray,
         weights_per_object=run.merge.weights_per_object,
         reads=reads,
-        threads=settings.threads,
+        threads=options.threads,
     )
 
 
@@ -185,9 +185,13 @@ def load_or_begin_run(
             f"{store.make_url(keys.links)} has no link: the run has not begun. Set "
             "`initial_weights` to begin it."
         )
-    origin = open_store(initial.store, make_folder=False) if initial.url else store
+    origin = settings.initial_weights_store
     weights, step = load_checkpoint_weights(
-        origin, initial.job, allocate, step=initial.step, tensors=initial.tensors
+        store if origin is None else open_store(origin, make_folder=False),
+        initial.job,
+        allocate,
+        step=initial.step,
+        tensors=initial.tensors,
     )
     begin_run(store, keys, weights, step=step)
     return weights, 0
@@ -197,10 +201,10 @@ class _CheckpointSaver:
     """Context that saves the weights regularly and at its end, and removes old checkpoints."""
 
     def __init__(
-        self, store: Store, keys: ChainKeys, weights: ShardedWeights, settings: AggregatorSettings
+        self, store: Store, keys: ChainKeys, weights: ShardedWeights, options: AggregationSettings
     ) -> None:
         self._store, self._job, self._weights = store, keys.job, weights
-        self._every, self._rules = settings.every, RetentionSettings(last=settings.keep)
+        self._every, self._rules = options.every, RetentionSettings(last=options.keep)
         self._unsaved: ChainLink | None = None
 
     def note_unsaved(self, link: ChainLink) -> None:

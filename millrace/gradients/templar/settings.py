@@ -86,6 +86,9 @@ class TemplarImportSettings(BaseModel):
         description="Checkpoint with the weights before the first window. Without it, the run must "
         "have begun.",
     )
+    initial_weights_store: StoreSpec | None = Field(
+        default=None, description="Store of that checkpoint; by default the bucket of the chain."
+    )
     every: int = Field(
         title="Windows between checkpoints",
         default=10,

@@ -34,7 +34,8 @@ def test_a_second_aggregator_does_nothing_and_the_next_goes_on_where_one_was_can
         "gradients_bucket": store.url,
         "run": RUN.model_dump(mode="json"),
         "workers": UIDS,
-        "aggregation": {"until": 3, "lease_timeout": "PT6S"},
+        "until": 3,
+        "aggregation": {"lease_timeout": "PT6S"},
     }
     first = deployed.start(AGGREGATE, watch=False, **parameters)
     lease = LeaseKeys(RUN.chain_keys.job, "aggregator")

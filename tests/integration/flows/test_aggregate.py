@@ -102,12 +102,10 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
         run=RUN.model_dump(mode="json"),
         workers=[*UIDS, "gone"],
         worker_buckets=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
-        initial_weights={
-            "bucket": block(bucket, read=rgw.read_only),
-            "job": "trained",
-            "tensors": "model.",
-        },
-        aggregation={"max_windows": WINDOWS, "every": 2},
+        initial_weights={"job": "trained", "tensors": "model."},
+        initial_weights_bucket=block(bucket, read=rgw.read_only),
+        max_windows=WINDOWS,
+        aggregation={"every": 2},
     )
     chain = at(bucket, rgw.read_only)
     with ThreadPoolExecutor(len(UIDS)) as pool:

@@ -51,7 +51,7 @@ def test_a_templar_run_becomes_a_chain_and_a_report(
         },
         "bucket": whole,
         "run": RUN.model_dump(mode="json"),
-        "initial_weights": {"bucket": whole, "job": "job"},
+        "initial_weights": {"job": "job"},
     }  # fmt: skip
     done = prefect_api.call(import_gradients, **asked)
     assert done.code == 0, done.output

@@ -24,6 +24,7 @@ from millrace.checkpoints import Saver, iterate_checkpoints, load
 from millrace.checkpoints.progress_events import CheckpointDamaged
 from millrace.cli import main
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
     ChainError,
     ChainLink,
@@ -77,7 +78,9 @@ def settings_of(store: Store, **changes: object) -> AggregatorSettings:
         window_length=timedelta(minutes=1),
         steps=5,
     )
-    whole = AggregatorSettings(run=run, store=store.spec, workers=UIDS, every=2)
+    whole = AggregatorSettings(
+        run=run, store=store.spec, workers=UIDS, aggregation=AggregationSettings(every=2)
+    )
     return whole.model_copy(update=changes)
 
 
@@ -222,7 +225,7 @@ def test_one_that_lives_is_left_alone_until_it_is_gone(store, begun):
 
 def take_lease(store: Store, settings: AggregatorSettings) -> None:
     """Begin the next term, as another process does after the lease has ended."""
-    term = LeaseTerm(holder=Holder.describe_this_process(), ttl=settings.lease_timeout)
+    term = LeaseTerm(holder=Holder.describe_this_process(), ttl=settings.aggregation.lease_timeout)
     commit_once(store, LeaseKeys(settings.run.chain_keys.job, "aggregator").make_term_key(1), term)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from millrace import errors
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
     ChainLink,
     ExclusionReason,
@@ -251,7 +252,9 @@ def test_whoever_leaves_before_the_last_window_is_merged_is_not_waited_for(folde
 def test_a_run_that_nobody_joins_waits_and_ends(folder):
     heard: list[Event] = []
     brief = RUN.model_copy(update={"window_length": timedelta(milliseconds=100)})
-    settings = AggregatorSettings(run=brief, store=folder.spec, workers=(), idle=2)
+    settings = AggregatorSettings(
+        run=brief, store=folder.spec, workers=(), aggregation=AggregationSettings(idle=2)
+    )
     links = list(aggregate_run(settings, progress=heard.append))
     assert [(link.window, link.taken, link.updates) for link in links] == [(1, {}, ()), (2, {}, ())]
     awaited = [event for event in heard if isinstance(event, WorkersAwaited)]

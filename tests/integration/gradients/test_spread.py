@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from millrace.checkpoints import iterate_checkpoints
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
     ChainLink,
     Codec,
@@ -261,9 +262,8 @@ def test_on_a_cluster_a_run_comes_to_the_same_and_goes_on_when_a_node_has_died(
         run=run,
         store=store.spec,
         workers=("bad", *UIDS),
-        ray=ray_cluster.address,
         max_windows=WINDOWS,
-        every=1,
+        aggregation=AggregationSettings(ray=ray_cluster.address, every=1),
     )
     begin_run(store, run.chain_keys, weights())
     send(store, run, 1)

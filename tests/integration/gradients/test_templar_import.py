@@ -270,9 +270,11 @@ def test_a_worker_with_its_own_bucket_is_believed_there_only(tmp_path: Path, buc
     assert set(links[0].taken) == {"templar-1", "templar-7", "templar-12"}
     assert set(links[1].taken) == {"templar-1", "templar-12"}
     (tmp_path / "other").mkdir()
-    shared = {"initial_weights": {"url": (tmp_path / "chain").as_uri(), "job": "start",
-                                  "tensors": "weights."},
-              "store": {"url": (tmp_path / "other").as_uri()}}  # fmt: skip
+    shared = {
+        "initial_weights": {"job": "start", "tensors": "weights."},
+        "initial_weights_store": {"url": (tmp_path / "chain").as_uri()},
+        "store": {"url": (tmp_path / "other").as_uri()},
+    }
     plain = next(iter(import_templar_run(load(tmp_path, **shared))))
     assert plain.taken["templar-1"].digest == links[0].taken["templar-1"].digest
     assert plain.taken["templar-7"].digest != links[0].taken["templar-7"].digest

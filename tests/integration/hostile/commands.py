@@ -255,7 +255,7 @@ def _aggregate(site: Site) -> str:
     made = aggregator(site)
     return settings(
         site, "aggregate.yaml", run=made.run.model_dump(mode="json"), store=_store(site),
-        workers=made.workers, until=made.until, every=made.every,
+        workers=made.workers, until=made.until, aggregation={"every": 1},
     )  # fmt: skip
 
 

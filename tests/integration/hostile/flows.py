@@ -72,6 +72,7 @@ from millrace.datasets import (
     verify_dataset,
 )
 from millrace.gradients import (
+    AggregationSettings,
     AggregatorSettings,
     Codec,
     GatherSettings,
@@ -436,9 +437,14 @@ def _change(model: torch.nn.Module, window: int, uid: str) -> None:
 
 
 def aggregator(site: Site) -> AggregatorSettings:
-    begin = InitialWeights(**dict(site.make_spec()), job="first")
     return AggregatorSettings(
-        run=RUN, store=site.make_spec(), workers=UIDS, initial_weights=begin, until=LAST, every=1
+        run=RUN,
+        store=site.make_spec(),
+        workers=UIDS,
+        initial_weights=InitialWeights(job="first"),
+        initial_weights_store=site.make_spec(),
+        until=LAST,
+        aggregation=AggregationSettings(every=1),
     )
 
 
@@ -460,7 +466,8 @@ def _import(site: Site) -> Any:
     settings = TemplarImportSettings(
         run=RUN.model_copy(update={"run": "runs/imported"}),
         store=site.make_spec(),
-        initial_weights=InitialWeights(**dict(site.make_spec()), job="first"),
+        initial_weights=InitialWeights(job="first"),
+        initial_weights_store=site.make_spec(),
         templar=TemplarSource(
             store=site.make_spec("templar"), version="2.1.28", first_window=40, last_window=41, k=64
         ),

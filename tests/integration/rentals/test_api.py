@@ -17,7 +17,7 @@ from tests.support.rentals.account import Reset
 
 def test_the_requests_are_the_sdks_and_as_the_api_documents_them(world: Reset) -> None:
     account = world(program=100.0)
-    request = {"gpu": "RTX_4090", "gpu_memory": 20, "regions": ("US", "DE", "CA", "JP")}
+    request = {"gpu": "RTX_4090", "gpu_memory": "20GB", "regions": ("US", "DE", "CA", "JP")}
     with Rental(account.make_settings(request=request), vast=account.vast) as rental:
         rental.wait_until_done()
     sent = account.server.list_requests()

@@ -7,9 +7,9 @@ from tests.unit.rentals.test_offers import request
 
 def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
     account = world(machines=40)
-    short = find_offers(account.vast, request(hours=1.0))
+    short = find_offers(account.vast, request(duration="1h"))
     assert [one.expected_cost for one in short] == sorted(one.dollars_per_hour for one in short)
-    heavy = request(hours=1.0, download=500.0, upload=100.0)
+    heavy = request(duration="1h", download="500GB", upload="100GB")
     offers = find_offers(account.vast, heavy)
     assert [one.expected_cost for one in offers] == sorted(
         one.dollars_per_hour + 500 * one.download_dollars_per_gb + 100 * one.upload_dollars_per_gb
@@ -20,7 +20,7 @@ def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
 
 def test_only_what_was_asked_for_is_found(world: Reset) -> None:
     account = world(machines=60)
-    wanted = request(gpu="H100_SXM", regions=("de", "JP"), gpu_memory=20.0)
+    wanted = request(gpu="H100_SXM", regions=("de", "JP"), gpu_memory="20GB")
     offers = find_offers(account.vast, wanted)
     assert offers
     assert {one.gpu for one in offers} == {"H100 SXM"}
@@ -29,7 +29,7 @@ def test_only_what_was_asked_for_is_found(world: Reset) -> None:
     assert excluded.isdisjoint(
         one.machine_id for one in find_offers(account.vast, wanted, exclude=excluded)
     )
-    assert find_offers(account.vast, request(gpu_memory=80.0)) == []
+    assert find_offers(account.vast, request(gpu_memory="80GB")) == []
     cheap = OfferRequest(max_hourly=0.3, max_total=1.0)
     offers = find_offers(account.vast, cheap)
     assert offers

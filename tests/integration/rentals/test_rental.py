@@ -162,7 +162,7 @@ def test_a_price_that_rose_above_what_was_granted_is_not_paid(world: Reset) -> N
     account = world(first="raised")
     (offer, *_) = find_offers(account.vast, account.make_settings().request)
     settings = account.make_settings(
-        request={"max_hourly": offer.dollars_per_hour * 1.4, "hours": 0.01}
+        request={"max_hourly": offer.dollars_per_hour * 1.4, "duration": "36s"}
     )
     with Rental(settings, vast=account.vast) as rental:
         rental.wait_until_ready()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace.campaigns.worker import WorkerSettings
+from millrace.campaigns.worker import WorkerOptions, WorkerSettings
 from millrace.checkpoints import watch_epoch_end
 from millrace.digest import compute_digest
 from millrace.gradients import RunSettings
@@ -38,9 +38,12 @@ def make(place: StoreSpec, tmp_path: Path) -> Make:
     """A worker's settings."""
 
     def made(**more: Any) -> WorkerSettings:
+        training = {"command": ("true",), "windows_per_epoch": 2} | {
+            name: more.pop(name) for name in WorkerOptions.model_fields if name in more
+        }
         settings = {
             "campaign": "small", "uid": "worker-0", "run": RunSettings(run="small/run", windows=4),
-            "read_store": place, "write_store": place, "command": ("true",), "windows_per_epoch": 2,
+            "read_store": place, "write_store": place, "training": training,
             "dataset": "text", "data_folder": tmp_path / "data", "restart_delay": "PT0S",
         } | more  # fmt: skip
         return WorkerSettings.model_validate(settings)

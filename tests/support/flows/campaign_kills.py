@@ -86,7 +86,7 @@ class Site:
         begin(open_store(self.store.as_uri()), f"{name}/first")
         machines = {
             "kind": "rented",
-            "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": 10},
+            "request": {"max_hourly": 2.0, "max_total": 5.0, "disk": "10GB"},
             "vast": name,
             "repo_url": repository.as_uri(),
             "timeouts": {"poll_interval": "PT1S", "heartbeat_timeout": "PT2M"},

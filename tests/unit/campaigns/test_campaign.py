@@ -8,8 +8,9 @@ from pydantic import SecretStr, ValidationError
 
 from millrace.campaigns import Campaign
 from millrace.campaigns.settings import WorkerTimeouts
+from millrace.campaigns.worker import WorkerOptions
 from millrace.cleanup import CleanupKind, Rule
-from millrace.gradients import AggregationOptions, InitialWeights
+from millrace.gradients import AggregationSettings
 from millrace.rentals import LedgerSettings, VastAccount
 from millrace.storage import StoreSpec
 from tests.support.campaigns.training import RENTED, MakeTraining
@@ -27,12 +28,10 @@ def test_workers_here_keep_their_data_where_they_are_told_and_wait_for_no_prewar
 ) -> None:
     training = make_training(machines={"kind": "local", "data_folder": "/data"}, restarts=5)
     shared = training.worker_settings
-    assert (shared.campaign, shared.workers, shared.restarts, shared.dataset) == (
-        "small",
-        2,
-        5,
-        "text",
-    )
+    assert (shared.campaign, shared.dataset) == ("small", "text")
+    assert shared.training is training.options
+    written = WorkerOptions.model_validate(shared.model_dump(mode="json")["training"])
+    assert (written.workers, written.restarts) == (2, 5)
     assert (shared.data_folder, shared.prewarm_timeout) == (Path("/data"), None)
 
 
@@ -61,17 +60,15 @@ def test_a_rental_has_the_limits_of_the_plan(make_training: MakeTraining, place:
 def test_an_aggregator_stops_at_the_first_idle_window(
     make_training: MakeTraining, place: StoreSpec
 ) -> None:
-    training = make_training(aggregation={"idle": 4, "every": 5, "lease_timeout": "9s"})
-    settings = training.limit_aggregation(3)
-    assert (settings.until, settings.idle, settings.max_windows) == (3, 1, None)
-    kept = {
-        name: getattr(settings, name) for name in AggregationOptions.model_fields if name != "idle"
-    }
-    assert kept == training.options.aggregation.model_dump(exclude={"idle"})
-    weights = InitialWeights(url=place.url, job="first")
-    beginning = training.make_aggregator_settings(weights)
-    assert (beginning.idle, beginning.last_window, beginning.every) == (4, 6, 5)
-    assert (beginning.store, beginning.initial_weights) == (place, weights)
+    asked = {"every": 5, "lease_timeout": "9s"}
+    training = make_training(aggregation={"idle": 4, **asked})
+    assert training.aggregation_until_idle == AggregationSettings.model_validate(
+        {"idle": 1, **asked}
+    )
+    beginning = training.aggregator_settings
+    assert (beginning.store, beginning.last_window) == (place, 6)
+    assert beginning.aggregation is training.options.aggregation
+    assert beginning.initial_weights is training.options.initial_weights
 
 
 def test_a_cooldown_has_time_for_all_of_its_extensions(make_training: MakeTraining) -> None:

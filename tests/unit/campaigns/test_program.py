@@ -8,6 +8,7 @@ from pydantic import SecretStr
 
 from millrace.campaigns.worker import (
     SharedWorkerSettings,
+    WorkerOptions,
     WorkerSettings,
     make_training_program,
     make_worker_environment,
@@ -28,8 +29,8 @@ from millrace.storage import Credentials, StoreSpec
 from tests.support.rentals.parts import make_attempt, receive_program
 
 SETTINGS = SharedWorkerSettings(
-    campaign="c", workers=3, run=RunSettings(run="c/run"), command=("true",), dataset="text",
-    prewarm_timeout=timedelta(minutes=5),
+    campaign="c", run=RunSettings(run="c/run"), dataset="text",
+    training=WorkerOptions(command=("true",), workers=3), prewarm_timeout=timedelta(minutes=5),
 )  # fmt: skip
 REPOSITORY = CodeRepository(repo_url="https://example.org/x")
 
@@ -60,7 +61,8 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
     is_rented: bool, tmp_path: Path
 ) -> None:
     command = ("bash", "-c", "echo ${HOME} $${X} ${1} {slot}")
-    shared = SETTINGS.model_copy(update={"command": command})
+    training = SETTINGS.training.model_copy(update={"command": command})
+    shared = SETTINGS.model_copy(update={"training": training})
     store = StoreSpec(url=tmp_path.as_uri())
     path = tmp_path / "millrace-worker.yaml"
     environment = {"MILLRACE_STORE": store.url}
@@ -71,8 +73,8 @@ def test_what_a_person_writes_is_filled_in_with_the_workers_number_and_nothing_e
     else:
         path.write_text(render_worker_settings(shared, store, store, 2))
     settings = load_settings(path, WorkerSettings, environment)
-    assert settings.command == ("bash", "-c", "echo ${HOME} $${X} ${1} 2")
-    assert (settings.uid, settings.number, settings.workers) == ("worker-2", 2, 3)
+    assert settings.training.command == ("bash", "-c", "echo ${HOME} $${X} ${1} 2")
+    assert (settings.uid, settings.number, settings.training.workers) == ("worker-2", 2, 3)
 
 
 def test_a_local_worker_has_the_mirrors_with_credentials_of_their_own(tmp_path: Path) -> None:

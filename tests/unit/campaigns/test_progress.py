@@ -23,7 +23,6 @@ from millrace.checkpoints.cooldown.epoch_records import read_epoch
 from millrace.digest import compute_digest
 from millrace.errors import HeldError, NoProgressError, WorkerError
 from millrace.gradients import (
-    AggregationSettings,
     ChainLink,
     Codec,
     MergeSettings,
@@ -58,16 +57,16 @@ class Aggregator:
 
     def __init__(self, training: Training, windows: str, *, newest: int = 0) -> None:
         self.training, self.windows, self.newest = training, windows, 0
-        self.asked: list[AggregationSettings] = []
+        self.asked: list[int] = []
         store = open_store(training.write_store)
         begin_run(store, training.run.chain_keys, select_weights(torch.nn.Linear(3, 2)))
         while self.newest < newest:
             self._commit()
 
-    def __call__(self, settings: AggregationSettings) -> Merged:
-        self.asked.append(settings)
+    def __call__(self, last_window: int) -> Merged:
+        self.asked.append(last_window)
         before = self.newest
-        while self.newest < (settings.until or 0) and self._commit():
+        while self.newest < last_window and self._commit():
             pass
         return Merged(self.newest - before, self.newest)
 
@@ -187,7 +186,7 @@ def test_the_windows_of_an_epoch_are_merged_from_where_the_chain_is(
     training, workers = make_training(), FakeWorkers()
     aggregator = Aggregator(training, "tttt-t", newest=4)
     merge_epoch(training, 1, workers, aggregator)
-    assert aggregator.asked == [training.limit_aggregation(6)] * 2
+    assert aggregator.asked == [6] * 2
     assert aggregator.newest == 6
 
 
@@ -246,9 +245,9 @@ def test_the_failure_of_the_workers_says_more_than_their_silence(
     training, workers = make_training(aggregation={"idle": 1}), FakeWorkers()
     aggregator = Aggregator(training, "-")
 
-    def merge(settings: AggregationSettings) -> Merged:
+    def merge(last_window: int) -> Merged:
         workers.failure = WorkerError("All workers have failed.")
-        return aggregator(settings)
+        return aggregator(last_window)
 
     with pytest.raises(WorkerError):
         merge_epoch(training, 0, workers, merge)
@@ -277,7 +276,7 @@ def test_weights_of_a_run_with_idle_windows_are_published(make_training: MakeTra
     aggregator = Aggregator(training, "t--", newest=3)
     check_gradients_taken(training)
     assert ensure_final_weights_saved(training, aggregator) == 3
-    assert aggregator.asked == [training.limit_aggregation(3)]
+    assert aggregator.asked == [3]
 
 
 def test_windows_whose_links_were_cleaned_are_trained_and_not_counted(

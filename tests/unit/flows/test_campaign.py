@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from flows import campaign, campaign_epochs
+from flows import campaign, campaign_epochs, campaign_plan
 from flows.campaign_plan import PublishSettings
 from millrace import campaigns
 from millrace.campaigns import (
@@ -222,11 +222,15 @@ def test_the_destination_of_the_weights_is_checked_before_anything_is_made(
         raise DeniedError(f"{some[2]} cannot be written")
 
     place = StoreSpec(url="file:///unused")
-    monkeypatch.setattr(campaign, "check_right", refuse)
+    monkeypatch.setattr(campaign_plan, "check_right", refuse)
     plan = SimpleNamespace(data=None, publish=PublishSettings(job="final", bucket="file:///unused"))
     begun = campaigns.Campaign("small", place, place, training=make_training())
     with pytest.raises(DeniedError, match="final cannot be written"):
         campaign.run_stages(cast("Any", plan), begun, lease)
+
+
+def test_the_flow_of_a_campaign_is_read_on_one_page() -> None:
+    assert len(Path(campaign.__file__).read_text().splitlines()) < 120
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
@@ -243,7 +247,7 @@ def test_a_dataset_is_made_unless_the_training_needs_its_source_no_more(
     data = SimpleNamespace(
         dataset="text", source="source", sharding=None, execution=None, machines=None
     )
-    plan = SimpleNamespace(data=data, publish=None, bucket=place.url, find_initial_weights=None)
+    plan = SimpleNamespace(data=data, publish=None, bucket=place.url)
     begun = campaigns.Campaign("small", place, place, training=make_training())
     campaign.run_stages(cast("Any", plan), begun, lease)
     assert steps == (["train"] if is_settled else ["shard", "train"])

@@ -187,7 +187,7 @@ def test_the_input_of_a_form_is_read_as_the_settings_themselves() -> None:
     empty = read_rent_settings({**price, "gpu": "", "advanced": None}, timeouts=None)
     assert empty.request == OfferRequest(**price)
     assert empty.timeouts.max_attempts == 5
-    drawn = {"disk": 80, "max_lifetime": "2h", "regions": ["DE"]}
+    drawn = {"disk": "80GB", "max_lifetime": "2h", "regions": ["DE"]}
     given = read_rent_settings({**price, "advanced": drawn})
     flat = read_rent_settings({**price, **drawn})
     assert given.request == flat.request == OfferRequest(**price, **drawn)

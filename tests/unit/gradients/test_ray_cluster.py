@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from millrace import cluster
-from millrace.gradients import AggregatorSettings, GatherSettings, RunSettings
+from millrace.gradients import AggregationSettings, AggregatorSettings, GatherSettings, RunSettings
 from millrace.gradients.settings import RegistrationSettings
 from millrace.gradients.sync import aggregator
 from millrace.progress import ignore_event
@@ -41,6 +41,6 @@ def test_a_node_reads_the_gradient_of_one_worker_while_those_of_all_others_stall
         store=StoreSpec(url="memory://"),
         workers=tuple(f"worker-{number}" for number in range(100)),
         reserves=tuple(f"reserve-{number}" for number in range(100)),
-        ray="auto",
+        aggregation=AggregationSettings(ray="auto"),
     )
     assert count_reading_threads(settings, monkeypatch) >= 500 + run.gather.concurrency

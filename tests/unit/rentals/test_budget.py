@@ -43,7 +43,7 @@ def test_a_detached_machine_ends_before_its_share_is_spent(
 
 
 def test_the_expected_traffic_shortens_the_life_of_a_detached_machine(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, max_total=2.0, download=10.0)
+    settings = make_settings(tmp_path, max_total=2.0, download="10GB")
     row = {"id": 1, "machine_id": 1, "num_gpus": 1, "dph_total": 0.5, "inet_down_cost": 0.1}
     offer = type(make_offer(settings.request)).from_row(row, settings.request)
     deadline = Budget(settings, is_detached=True).compute_deadline(offer, START, RentalState(1))
@@ -87,7 +87,7 @@ def test_money_for_the_traffic_until_the_next_poll_is_reserved(tmp_path: Path) -
 
 
 def test_a_detached_machine_whose_traffic_costs_its_share_is_not_rented(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path, max_total=4.0, download=60.0, machines=2)
+    settings = make_settings(tmp_path, max_total=4.0, download="60GB", machines=2)
     budget, state = Budget(settings, is_detached=True), RentalState(2)
     offer = make_offer(settings.request)
     assert budget.find_shortage(replace(offer, download_dollars_per_gb=0.01), state, START) == ""

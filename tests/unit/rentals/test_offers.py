@@ -17,13 +17,23 @@ def request(**more: Any) -> OfferRequest:
 
 
 def test_an_interruptible_one_costs_its_bid_and_its_disk() -> None:
-    wanted = request(interruptible=True, disk=73.0)
+    wanted = request(interruptible=True, disk="73GB")
     offer = Offer.from_row(row(storage_cost=0.1), wanted)
     assert offer.bid == pytest.approx(0.22)
     assert offer.dollars_per_hour == pytest.approx(0.22 + 0.01)
     assert Offer.from_row(row(), request(interruptible=True, bid=0.3)).bid == 0.3
     with pytest.raises(ValueError, match="lowest bid that is accepted"):
         Offer.from_row(row(), request(interruptible=True, bid=0.1))
+
+
+def test_sizes_and_durations_become_the_units_of_the_api() -> None:
+    wanted = request(
+        gpu_memory="24GB", disk="80GB", duration="90m", download="500GB", upload="250MB"
+    )
+    filters = wanted.make_filters()
+    assert (filters["gpu_ram"]["gte"], filters["disk_space"]["gte"]) == (24_000, 80)
+    offer = Offer.from_row(row(inet_down_cost=0.01, inet_up_cost=0.02), wanted)
+    assert offer.expected_cost == pytest.approx(1.5 * 0.5 + 500 * 0.01 + 0.25 * 0.02)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +53,12 @@ def test_an_offer_that_cannot_be_read_is_none(wrong: dict[str, Any]) -> None:
         ({"bid": 3.0, "interruptible": True}, "more than max_hourly"),
         ({"regions": ("USA",)}, "regions"),
         ({"max_lifetime": "P8D"}, "max_lifetime"),
-        ({"disk": 4}, "disk"),
+        ({"disk": "4GB"}, "disk"),
+        ({"disk": 80}, "'80' is 80 bytes: write 80GB or 512MiB"),
+        ({"gpu_memory": 24.0}, "'24.0' is 24 bytes: write 80GB or 512MiB"),
+        ({"download": "12.5"}, "'12.5' is no size: write 80GB or 512MiB"),
+        ({"upload": "100"}, "'100' is 100 bytes"),
+        ({"duration": 4}, "'4' has no unit: write 4s, 4m, 4h or 4d"),
         ({"gpu_name": "x"}, "gpu_name"),
     ],
 )
