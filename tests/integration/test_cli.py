@@ -160,9 +160,14 @@ def test_json_shows_names_that_are_not_utf_8(tmp_path):
     assert not (folder / "a").exists()
 
 
-def test_a_settings_file_is_named_once(run, settings):
-    shown = run("plan", str(settings), "--config", str(settings), code=2)
+@pytest.mark.parametrize("command", ["plan", "status", "verify", "dataset collect-garbage"])
+def test_a_settings_file_is_named_once(run, settings, command):
+    run("run", str(settings))
+    words = command.split()
+    assert run(*words, "--config", str(settings)) == run(*words, str(settings))
+    shown = run(*words, str(settings), "--config", str(settings), code=2)
     assert "Name the settings file once" in shown
+    assert "The name of the settings file is empty" in run(*words, "", code=2)
 
 
 def test_garbage_is_shown_and_deleted_only_after_a_yes(run, settings, tmp_path):
