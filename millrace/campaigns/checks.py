@@ -53,7 +53,7 @@ def check_training(training: Training, find_weights: Callable[[], InitialWeights
 def check_publication(
     training: Training,
     find_weights: Callable[[], InitialWeights],
-    place: StoreSpec | HubSpec,
+    location: StoreSpec | HubSpec,
     job: str,
 ) -> None:
     """Refuse to publish where the job has another checkpoint of the step of the final weights.
@@ -64,7 +64,7 @@ def check_publication(
         training: Training.
         find_weights: Returns the checkpoint that the run begins with. Called only if the run has
             not begun.
-        place: Destination of the final weights.
+        location: Location of the final weights.
         job: Job of their checkpoint at the destination.
 
     Raises:
@@ -80,7 +80,7 @@ def check_publication(
     else:
         first_step = _check_weights(find_weights()).step
     step = first_step + training.last_window * training.run.steps
-    destination = open_destination(place)
+    destination = open_destination(location)
     if _is_epoch_job(destination, job, store, training):
         raise ConflictError(
             f"The epochs of {training.campaign} end with checkpoints of {job} in "

@@ -279,7 +279,7 @@ def copy(
     Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run
              millrace bucket copy s3://bucket/runs /data/runs --suffix .pt
     """
-    from millrace.cleanup import compare_objects, copy_objects, open_destination
+    from millrace.cleanup import compare_objects, copy_objects, open_copy_target
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
@@ -292,7 +292,7 @@ def copy(
             return CommandResult(found, code)
         if not confirm("Copy the missing objects, and replace those that differ?", yes=False):
             return CommandResult(found, 1)
-    target = open_destination(here, there, objects)
+    target = open_copy_target(here, there, objects)
     with ObjectsBar() as progress:
         progress.start_copying()
         found = copy_objects(here, target, objects, overwrite=overwrite, progress=progress)
