@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -98,6 +99,20 @@ def test_help_names_every_command(run):
             assert f"Example: millrace {verb if noun == 'dataset' else noun} " in run(
                 noun, verb, "--help"
             ).replace("millrace dataset ", "millrace ")
+
+
+def test_all_commands_but_two_print_their_result_as_json():
+    def list_without(group: click.Group, path: str) -> list[str]:
+        found: list[str] = []
+        for name in group.list_commands(click.Context(group)):
+            command = group.get_command(click.Context(group), name)
+            if isinstance(command, click.Group):
+                found += list_without(command, f"{path}{name} ")
+            elif not any("--json" in one.opts for one in command.params):
+                found.append(f"{path}{name}")
+        return found
+
+    assert list_without(main, "") == ["swarm node", "campaign worker"]
 
 
 @pytest.mark.parametrize(
