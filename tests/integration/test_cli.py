@@ -106,6 +106,7 @@ def test_all_commands_but_two_print_their_result_as_json():
         found: list[str] = []
         for name in group.list_commands(click.Context(group)):
             command = group.get_command(click.Context(group), name)
+            assert command is not None
             if isinstance(command, click.Group):
                 found += list_without(command, f"{path}{name} ")
             elif not any("--json" in one.opts for one in command.params):
