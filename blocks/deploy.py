@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import click
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
@@ -29,33 +29,56 @@ from blocks.bucket import Bucket, BucketRole
 from blocks.server_names import TAG, WORK_POOL
 from blocks.setup import SetupOutcome, connect, make_essentials, register_types, report_errors
 from millrace import errors
+from millrace.terminal import echo, echo_text
 
 _DEPLOYMENTS_FILE = Path("prefect.yaml")
 _CLEANING = "cleaning"  # tag of the deployments that delete
 _DEPLOYED = re.compile(r"Deployment '(.+)' successfully created")
 
 
-def deploy_flows() -> None:
-    """Deploy all flows of prefect.yaml, after the objects that they need."""
+@dataclass(frozen=True, slots=True)
+class DeployResult:
+    """Result of deploying the flows of prefect.yaml.
+
+    Attributes:
+        deployed: Deployments that Prefect has made, as FLOW/NAME.
+        is_complete: Whether these are all deployments of prefect.yaml.
+        objects: Outcome of each object that all flows need, such as the work pool.
+        changes: Sentences about parameters and schedules that are kept, changed or new.
+        not_in_file: Scheduled deployments of the server that prefect.yaml does not have.
+        missing_blocks: Blocks that the server does not have.
+    """
+
+    deployed: tuple[str, ...]
+    is_complete: bool
+    objects: dict[str, SetupOutcome]
+    changes: tuple[str, ...]
+    not_in_file: tuple[str, ...]
+    missing_blocks: tuple[str, ...]
+
+
+def deploy_flows() -> DeployResult:
+    """Deploy all flows of prefect.yaml, after the objects that they need. Print the changes."""
     with report_errors():
         project = _read_project()
         with connect() as client:
             register_types()
-            for item, outcome in make_essentials(client):
+            objects = dict(make_essentials(client))
+            for item, outcome in objects.items():
                 if outcome is not SetupOutcome.UNCHANGED:
-                    click.echo(f"{item}: {outcome}")
+                    echo(f"{item}: {outcome}")
             missing = _find_missing_blocks(client)
             existing = _list_deployments(client)
             pairs = _match_deployments(project, existing)
             matched = {found.id: found for _, found in pairs}
-            others = [
+            others = sorted(
                 f"{client.read_flow(one.flow_id).name}/{one.name}"
                 for one in existing
                 if TAG in one.tags
                 and one.id not in matched
                 and not one.paused
                 and any(schedule.active for schedule in one.schedules)
-            ]
+            )
             for wanted, found in pairs:
                 if wanted.get("schedules"):
                     _give_slugs(client, found)
@@ -63,22 +86,27 @@ def deploy_flows() -> None:
             known = {id(wanted): found for wanted, found in pairs}
             for wanted in project["deployments"]:
                 changes += warn_of_deletions(wanted, known.get(id(wanted)))
-            is_complete = _deploy_and_restore(client, project, matched, changes)
+            deployed, is_complete = _deploy_and_restore(client, project, matched, changes)
+    result = DeployResult(
+        deployed, is_complete, objects, tuple(changes), tuple(others), tuple(missing)
+    )
     if not is_complete:
-        raise click.ClickException("Some flows were not deployed: see the errors of Prefect above.")
+        echo("Some flows were not deployed: see the errors of Prefect above.", err=True)
+        return result
     for line in changes:
-        click.echo(line)
+        echo(line)
     if others:
-        click.echo(
-            f"Not in prefect.yaml, and still scheduled: {', '.join(sorted(others))}. Delete those "
+        echo(
+            f"Not in prefect.yaml, and still scheduled: {', '.join(others)}. Delete those "
             "that you do not need: prefect deployment delete FLOW/NAME"
         )
     if missing:
-        click.echo(
+        echo(
             f"Missing blocks: {', '.join(missing)}. Runs that need them say so and do nothing, or "
             "fail. `millrace setup` makes them from the variables of .env.example."
         )
-    click.echo("Next: prefect worker start --pool " + WORK_POOL)
+    echo("Next: prefect worker start --pool " + WORK_POOL)
+    return result
 
 
 def _read_project() -> dict[str, Any]:
@@ -213,7 +241,7 @@ def _deploy_and_restore(
     project: dict[str, Any],
     existing: Mapping[UUID, DeploymentResponse],
     changes: list[str],
-) -> bool:
+) -> tuple[tuple[str, ...], bool]:
     """Deploy the flows, and restore the parameters that Prefect has removed, also after a Ctrl-C.
 
     Args:
@@ -223,10 +251,12 @@ def _deploy_and_restore(
         changes: List that gets a line for each change.
 
     Returns:
-        Whether Prefect has deployed all.
+        The deployments that Prefect has made, and whether these are all.
     """
+    deployed: list[str] = []
 
     def finish(name: str) -> None:
+        deployed.append(name)
         after = client.read_deployment_by_name(name)
         if after.id in existing:
             changes.extend(_restore_parameters(client, existing[after.id], after))
@@ -238,7 +268,7 @@ def _deploy_and_restore(
         if not is_complete:  # Prefect may have made some that it has not named
             for before in existing.values():
                 _restore_parameters(client, before, client.read_deployment(before.id))
-    return is_complete
+    return tuple(deployed), is_complete
 
 
 def _restore_parameters(
@@ -339,13 +369,13 @@ def _deploy_all(project: dict[str, Any], finish: Callable[[str], None]) -> bool:
                     shown.append(line)
                     if found := _DEPLOYED.search(line):
                         finish(found[1])
-                        click.echo(f"{found[1]}: deployed")
+                        echo(f"{found[1]}: deployed")
             except BaseException:  # such as a Ctrl-C: nothing more is deployed
                 process.terminate()
                 process.wait()
                 raise
     if process.returncode:
-        click.echo("".join(shown))
+        echo_text("".join(shown))
     return not process.returncode
 
 

@@ -38,6 +38,7 @@ from blocks.server_names import TAG, UPLOAD_LIMIT, WORK_POOL
 from blocks.vast import VastCredentials
 from millrace import errors
 from millrace.storage import Right
+from millrace.terminal import echo
 
 _DEFAULT_SLOTS = 32
 _REFUSALS = {401, 403}  # status of an answer to a client without the password
@@ -78,8 +79,8 @@ def set_up_server(
     *,
     check: bool,
     dry_run: bool,
-) -> None:
-    """Create the objects from the environment, and print each with the outcome.
+) -> dict[str, SetupOutcome]:
+    """Create the objects from the environment; print and return each with the outcome.
 
     Args:
         roles: Buckets that get a block.
@@ -91,13 +92,16 @@ def set_up_server(
     with report_errors():
         buckets = read_buckets(os.environ, roles, rights)
         _read_notify_url(os.environ)  # before anything is made
+        outcomes: dict[str, SetupOutcome] = {}
         with connect() as client:
             for item, outcome in _create_objects(client, buckets, uploads, dry_run=dry_run):
                 would = "would be " if dry_run and outcome is not SetupOutcome.UNCHANGED else ""
-                click.echo(f"{item}: {would}{outcome}")
+                echo(f"{item}: {would}{outcome}")
+                outcomes[item] = outcome
         if check:
             _check_credentials(buckets, rights)
-    click.echo("Next: millrace deploy, then: prefect worker start --pool " + WORK_POOL)
+    echo("Next: millrace deploy, then: prefect worker start --pool " + WORK_POOL)
+    return outcomes
 
 
 class _WrongInputError(click.ClickException):
@@ -167,7 +171,7 @@ def connect() -> SyncPrefectClient:
     parts = urlsplit(url)
     has_password = parts.password or PREFECT_API_AUTH_STRING.value()
     if parts.hostname not in {"127.0.0.1", "localhost", "::1"} and not has_password:
-        click.echo(
+        echo(
             f"Warning: {url} is used without a password, and a Prefect server without one gives "
             "every secret to all that reach it. Set PREFECT_SERVER_API_AUTH_STRING on the server "
             "and PREFECT_API_AUTH_STRING here.",
@@ -254,7 +258,7 @@ def _save_bucket(wanted: BucketSettings, *, dry_run: bool) -> Iterator[tuple[str
     existing = _load_bucket(wanted)
     block = wanted.make_block(credentials, existing)
     if existing and (removed := [url for url in existing.mirrors if url not in block.mirrors]):
-        click.echo(
+        echo(
             f"block millrace-bucket/{wanted.name}: without its mirrors {', '.join(removed)}, which "
             "the environment does not name",
             err=True,
@@ -291,7 +295,7 @@ def _save_block(
         given = {field: getattr(block, field) for field in block.model_fields_set}
         block = existing.model_copy(update=given)
     if faults:
-        click.echo(f"{describe_faults(type(block), name, faults)} It is replaced.", err=True)
+        echo(f"{describe_faults(type(block), name, faults)} It is replaced.", err=True)
     if existing is not None and _dump_content(existing) == _dump_content(block):
         return existing, SetupOutcome.UNCHANGED
     if not dry_run:
@@ -464,4 +468,4 @@ def _check_credentials(buckets: list[BucketSettings], rights: Sequence[Right]) -
             if bucket.is_mirror and right not in bucket.key_pairs:
                 continue  # a mirror is only read
             block.check(right)
-            click.echo(f"{bucket.name}: the {right} credentials do what they are for")
+            echo(f"{bucket.name}: the {right} credentials do what they are for")

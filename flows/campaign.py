@@ -105,5 +105,5 @@ def publish_weights(
         get_run_logger().warning("The final weights are made again: %s", format_error(error))
         campaigns.repair_final_weights(training, aggregate)
         save_checkpoint(source, publish.job, publish.bucket, publish.hub)
-    place = open_destination(publish.make_spec(), make_folder=False)
-    return PublishedWeights(place.url, publish.job, step)
+    destination = open_destination(publish.make_spec(), make_folder=False)
+    return PublishedWeights(destination.url, publish.job, step)

@@ -163,7 +163,7 @@ class CampaignPlan(_PlanModel):
             raise ValueError("name the dataset that is trained on")
         for rental in (self.rental, self.sharding_rental):
             if rental is not None:
-                check_rental_name(rental[0])
+                check_rental_name(rental.name)
         for number, rule in enumerate(self.cleaning_rules or (), start=1):
             names_others = {*rule.kinds} & _OTHER_KINDS or rule.match[:1] not in {"", "*"}
             if names_others and not (rule.name or rule.prefix):
@@ -179,14 +179,15 @@ class CampaignPlan(_PlanModel):
         machines = self.training.machines if self.training else None
         if not isinstance(machines, RentedWorkerSettings):
             return None
-        return self.name, self.bucket, machines.vast
+        return RentalReference(self.name, self.bucket, machines.vast)
 
     @property
     def sharding_rental(self) -> RentalReference | None:
         """Rental of the machines that shard the dataset; None if there are none."""
         if self.data is None or self.data.machines is None:
             return None
-        return make_rental_name(self.data.dataset), self.bucket, self.data.machines.vast
+        name = make_rental_name(self.data.dataset)
+        return RentalReference(name, self.bucket, self.data.machines.vast)
 
     @property
     def initial_weights_bucket(self) -> BucketLocation | None:

@@ -33,7 +33,7 @@ def find_requested_rental(parameters: dict[str, Any]) -> RentalReference | None:
     """Return the rental of a run with these parameters; None for a dry run."""
     if parameters.get("dry_run", True):  # Prefect leaves defaults out
         return None
-    return parameters["name"], parameters["bucket"], parameters["vast"]
+    return RentalReference(parameters["name"], parameters["bucket"], parameters["vast"])
 
 
 @draw_form

@@ -5,7 +5,7 @@
 
 import click
 
-from millrace.cli.common import handle_errors
+from millrace.cli.common import CommandResult, print_result
 from millrace.storage import Right
 
 _ROLES = ("gradients", "dataset", "aggregator")  # of `blocks.BucketRole`, which imports prefect
@@ -36,7 +36,7 @@ _ROLES = ("gradients", "dataset", "aggregator")  # of `blocks.BucketRole`, which
 )
 @click.option("--check", is_flag=True, help="Check the rights of the credentials.")
 @click.option("--dry-run", is_flag=True, help="Show the changes, and change nothing.")
-@handle_errors
+@print_result
 def setup(
     *,
     roles: tuple[str, ...],
@@ -45,7 +45,7 @@ def setup(
     uploads: int | None,
     check: bool,
     dry_run: bool,
-) -> None:
+) -> CommandResult:
     """Put blocks, limits and a work pool on the Prefect server at PREFECT_API_URL.
 
     For each role (gradients, dataset, aggregator) the variables R2_ROLE_ACCOUNT_ID,
@@ -65,18 +65,19 @@ def setup(
     from blocks.setup import set_up_server
 
     chosen = [] if without_buckets else [BucketRole(role) for role in roles or _ROLES]
-    set_up_server(
+    outcomes = set_up_server(
         chosen,
         [Right(right) for right in rights] or list(Right),
         uploads,
         check=check,
         dry_run=dry_run,
     )
+    return CommandResult({"objects": outcomes, "dry_run": dry_run})
 
 
 @click.command()
-@handle_errors
-def deploy() -> None:
+@print_result
+def deploy() -> CommandResult:
     """Deploy all flows of prefect.yaml to the Prefect server at PREFECT_API_URL.
 
     The command first creates missing types of blocks, limits and the work pool. Blocks hold
@@ -84,4 +85,5 @@ def deploy() -> None:
     """
     from blocks.deploy import deploy_flows
 
-    deploy_flows()
+    result = deploy_flows()
+    return CommandResult(result, 0 if result.is_complete else 1)

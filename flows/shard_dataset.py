@@ -42,7 +42,8 @@ def find_sharding_rental(parameters: dict[str, Any]) -> RentalReference | None:
     machines: ShardingMachinesInput | None = parameters.get("machines")
     if machines is None:
         return None
-    return make_rental_name(parameters["dataset"]), parameters["destination"], machines.vast
+    name = make_rental_name(parameters["dataset"])
+    return RentalReference(name, parameters["destination"], machines.vast)
 
 
 hook = make_release_hook(find_sharding_rental)

@@ -9,7 +9,7 @@ from millrace.cleanup import (
     ObjectFilter,
     compare_objects,
     copy_objects,
-    open_destination,
+    open_copy_target,
 )
 from millrace.errors import MillraceError
 from millrace.storage import StoreSpec, open_store
@@ -57,7 +57,7 @@ def copy_bucket_objects(
             return compare_objects(
                 here, destination, objects, overwrite=overwrite, progress=progress
             )
-        there = open_destination(here, destination, objects)
+        there = open_copy_target(here, destination, objects)
         return copy_objects(here, there, objects, overwrite=overwrite, progress=progress)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect import Flow, State, task
 from prefect.cache_policies import NO_CACHE
@@ -52,10 +52,21 @@ from tasks.reports import (
 )
 from tasks.retries import retried_task
 
-RentalReference = tuple[str, Bucket | str, VastCredentials | str]
-"""Name of a rental, the bucket of its ledger, and the credentials of the account that pays."""
-
 _SHOWN = 20  # number of offers in a report
+
+
+class RentalReference(NamedTuple):
+    """Rental of a run.
+
+    Attributes:
+        name: Name of the rental.
+        bucket: Bucket of its ledger.
+        vast: Credentials of the account that pays.
+    """
+
+    name: str
+    bucket: Bucket | str
+    vast: VastCredentials | str
 
 
 def make_account(credentials: VastCredentials) -> VastAccount:
@@ -243,12 +254,12 @@ def make_release_hook(
     def release_on_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
         if flow_run.deployment_id is None:  # another flow may own the machines
             return
-        found = find_rental(flow.validate_parameters(flow_run.parameters))
-        if found is None:
+        rental = find_rental(flow.validate_parameters(flow_run.parameters))
+        if rental is None:
             return
-        name, bucket, vast = found
+        name = rental.name
         log = flow_run_logger(flow_run, flow)
-        ledger = require_ledger(bucket, vast)
+        ledger = require_ledger(rental.bucket, rental.vast)
         if not list_attempts(open_store(ledger.store), name):
             return
         try:

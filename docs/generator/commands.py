@@ -54,6 +54,11 @@ def write_commands() -> str:
     return join_parts(parts)
 
 
+def list_command_paths() -> list[str]:
+    """Return the names of all commands as they are typed, such as `millrace bucket audit`."""
+    return [context.command_path for context in _walk(_make_context(main, "millrace"))]
+
+
 def _make_context(
     command: click.Command, name: str, parent: click.Context | None = None
 ) -> click.Context:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,10 +12,13 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_docstrings
 from pydantic import BaseModel
 
-from docs.generator.markdown import escape_text, format_table, join_parts
+from docs.generator.commands import PAGE as COMMANDS_PAGE
+from docs.generator.commands import list_command_paths
+from docs.generator.markdown import escape_text, format_table, join_parts, make_anchor
 from docs.generator.models import HEADER, ModelTables
 from docs.generator.types import describe_type
 from docs.generator.values import format_value
+from millrace.cleanup import CleanVersionsPreset, DeleteGatherPreset
 
 PAGE = "flows.md"
 
@@ -32,7 +35,17 @@ _INTRODUCTION = """\
 
 A parameter that takes a Millrace Bucket block also takes the name of the block, or a URL.
 Durations and sizes are written as in [settings files](settings.md). The default of a parameter is
-that of the deployment."""
+that of the deployment.
+
+At a terminal, a command does what a flow does:"""
+_COMMANDS = {  # of flows whose names have other words than their commands
+    "audit-access": "millrace bucket audit",
+    "campaign": "millrace campaign run",
+    "clean-versions": "millrace bucket clean",
+    "delete-gathers": "millrace bucket clean",
+    "shard-dataset": "millrace dataset run",
+}
+_PRESETS = {"clean-versions": CleanVersionsPreset, "delete-gathers": DeleteGatherPreset}
 
 
 def write_flows(root: Path, earlier: Mapping[type[BaseModel], str]) -> str:
@@ -44,10 +57,41 @@ def write_flows(root: Path, earlier: Mapping[type[BaseModel], str]) -> str:
     """
     tables = ModelTables(earlier)
     settings = yaml.safe_load((root / "prefect.yaml").read_text(encoding="utf-8"))
-    parts = [_INTRODUCTION]
-    for deployment in settings["deployments"]:
+    deployments = settings["deployments"]
+    parts = [_INTRODUCTION, _format_commands([one["name"] for one in deployments])]
+    for deployment in deployments:
         parts += _describe_deployment(deployment, tables)
     return join_parts(parts)
+
+
+def find_command(flow: str) -> str:
+    """Return the command that does what a flow does, such as `millrace checkpoint verify`.
+
+    A flow has the name of the verb, such as `prewarm`, or also the noun, as `verify-checkpoints`.
+
+    Raises:
+        LookupError: No command has such a name.
+    """
+    if flow in _COMMANDS:
+        return _COMMANDS[flow]
+    for path in list_command_paths():
+        match path.split():
+            case [_, noun, verb] if flow in {verb, f"{verb}-{noun}", f"{verb}-{noun}s"}:
+                return path
+            case _:
+                pass
+    raise LookupError(f"The reference has no command for the flow {flow!r}: add it here.")
+
+
+def _format_commands(flows: Iterable[str]) -> str:
+    rows: list[tuple[str, str]] = []
+    for flow in flows:
+        command = find_command(flow)
+        text = f"[`{command}`]({COMMANDS_PAGE}#{make_anchor(command)})"
+        if preset := _PRESETS.get(flow):
+            text += f" with `preset: {preset.model_fields['preset'].default}` in `clean.yaml`"
+        rows.append((f"[`{flow}`](#{make_anchor(flow)})", text))
+    return format_table(("Flow", "Command"), rows)
 
 
 def _describe_deployment(deployment: dict[str, Any], tables: ModelTables) -> Iterator[str]:

@@ -1,14 +1,8 @@
 """Check that credentials have a right, before a run depends on the right."""
 
-import secrets
-from contextlib import suppress
-from datetime import timedelta
-
 from millrace import errors
-from millrace.keys.probes import make_write_probe_key
-from millrace.storage import Right, Store, create, delete, head, list_objects
-
-_CLEANUP_TIMEOUT = timedelta(seconds=10)  # for the deletion after an error
+from millrace.audit.write_probe import create_write_probe, open_write_probe
+from millrace.storage import Right, Store, create, head, list_objects
 
 
 def check_access(store: Store, right: Right, scope: str = "") -> None:
@@ -38,28 +32,13 @@ def check_access(store: Store, right: Right, scope: str = "") -> None:
     except errors.DeniedError as error:
         raise _make_denied_error(store, scope, "list objects", error.reason) from error
     if right is Right.WRITE:
-        _check_write(store, scope)
+        with open_write_probe(store, scope) as probe:
+            _check_write(store, scope, probe)
 
 
-def _check_write(store: Store, scope: str) -> None:
-    probe = make_write_probe_key(scope, secrets.token_hex(8))
+def _check_write(store: Store, scope: str, probe: str) -> None:
     try:
-        _try_writes(store, scope, probe)
-    except BaseException:
-        # A create without an answer may have stored the object.
-        delete(store.with_retry_timeout(_CLEANUP_TIMEOUT), [probe])
-        raise
-    if delete(store, [probe]):
-        raise _make_denied_error(
-            store, scope, f"delete objects ({store.make_url(probe)} remains: delete it by hand)"
-        )
-
-
-def _try_writes(store: Store, scope: str, probe: str) -> None:
-    try:
-        # If the object exists, an earlier try has created it, and its answer was lost.
-        with suppress(errors.ExistsError):
-            create(store, probe, b"")
+        create_write_probe(store, probe, b"")
     except errors.DeniedError as error:
         raise _make_denied_error(store, scope, "create objects", error.reason) from error
     try:

@@ -44,14 +44,14 @@ def check_training(training: Training) -> None:
         cluster.check_reachable(training.options.aggregation.ray)
 
 
-def check_publication(training: Training, place: StoreSpec | HubSpec, job: str) -> None:
+def check_publication(training: Training, location: StoreSpec | HubSpec, job: str) -> None:
     """Refuse to publish where the job has another checkpoint of the step of the final weights.
 
     The weights of a training that has ended are published next, so nothing is checked.
 
     Args:
         training: Training.
-        place: Destination of the final weights.
+        location: Location of the final weights.
         job: Job of their checkpoint at the destination.
 
     Raises:
@@ -67,7 +67,7 @@ def check_publication(training: Training, place: StoreSpec | HubSpec, job: str) 
     else:
         first_step = _check_weights(training).step
     step = first_step + training.last_window * training.run.steps
-    destination = open_destination(place)
+    destination = open_destination(location)
     if _is_epoch_job(destination, job, store, training):
         raise ConflictError(
             f"The epochs of {training.campaign} end with checkpoints of {job} in "

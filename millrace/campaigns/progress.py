@@ -176,7 +176,7 @@ def merge_epoch(
             workers.raise_failure()
             cause = f" All workers have ended. {workers.describe_end()}" if workers.is_over else ""
             raise NoProgressError(
-                f"In {format_count(idle_windows, 'window')} in a row nobody's gradient was taken. "
+                f"In {format_count(idle_windows, 'window')} in a row no gradient was taken. "
                 f"{newest_window} of {training.last_window} windows are merged: see what the "
                 f"workers say.{cause}"
             )

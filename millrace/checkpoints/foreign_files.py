@@ -285,11 +285,11 @@ class HubForeignFiles:
         """Do nothing: the files of a commit stay as they are."""
 
 
-def open_foreign_files(place: str | StoreSpec | HubSpec) -> tuple[ForeignFiles, str]:
+def open_foreign_files(location: str | StoreSpec | HubSpec) -> tuple[ForeignFiles, str]:
     """Open a folder with files of weights, and return the name of the file that the URL names.
 
     Args:
-        place: Path or URL of a folder or a file; ``hf://owner/name``, with ``@branch`` and
+        location: Path or URL of a folder or a file; ``hf://owner/name``, with ``@branch`` and
             ``/folder`` or ``/file`` behind it if wanted; or the settings of a store or a
             repository.
 
@@ -300,16 +300,16 @@ def open_foreign_files(place: str | StoreSpec | HubSpec) -> tuple[ForeignFiles, 
         ConfigurationError: The URL is invalid, or the Hub's library is not installed.
         NotFoundError: There is no such folder or file.
     """
-    if isinstance(place, HubSpec):
-        return HubForeignFiles(place), ""
-    if isinstance(place, str):
-        if not place:
+    if isinstance(location, HubSpec):
+        return HubForeignFiles(location), ""
+    if isinstance(location, str):
+        if not location:
             raise errors.ConfigurationError("Name the folder, the file or the URL to import.")
-        if place.startswith("hf://"):
-            return _open_hub(place)
-        if "://" not in place:
-            return _open_local(Path(place).expanduser().absolute())
-    spec = place if isinstance(place, StoreSpec) else StoreSpec(url=place)
+        if location.startswith("hf://"):
+            return _open_hub(location)
+        if "://" not in location:
+            return _open_local(Path(location).expanduser().absolute())
+    spec = location if isinstance(location, StoreSpec) else StoreSpec(url=location)
     if spec.url.startswith(("/", "~", "file:")):
         return _open_local(Path(Location.parse(spec.url).bucket))
     store = open_store(spec, make_folder=False)

@@ -2,7 +2,7 @@
 
 from millrace.checkpoints import VerifyDepth
 from millrace.cleanup.copy_result import CopyOutcome, CopyResult
-from millrace.cleanup.copying import compare_objects, copy_objects, open_destination
+from millrace.cleanup.copying import compare_objects, copy_objects, open_copy_target
 from millrace.cleanup.executor import CleanupResult, execute
 from millrace.cleanup.planner import describe_rule, make_plan
 from millrace.cleanup.plans import (
@@ -65,7 +65,7 @@ __all__ = [
     "make_confirmation",
     "make_plan",
     "measure_usage",
-    "open_destination",
+    "open_copy_target",
     "plan_wipe",
     "read_first_keys",
     "read_plan",

@@ -114,7 +114,7 @@ def compare_objects(
     return _copy_pairs(source, there, objects, overwrite=overwrite, dry_run=True, progress=progress)
 
 
-def open_destination(
+def open_copy_target(
     source: Store, destination: StoreSpec, objects: ObjectFilter | None = None
 ) -> Store:
     """Open a store to copy to. A missing folder is made after the source was listed. One request.

@@ -25,6 +25,7 @@ from millrace.cli.common import (
     read_store,
     show_deletion,
     show_failures,
+    take_location,
     take_settings_file,
 )
 from millrace.errors import ConfigurationError
@@ -278,7 +279,7 @@ def copy(
     Example: millrace bucket copy r2://ACCOUNT/BUCKET s3://backup/bucket --dry-run
              millrace bucket copy s3://bucket/runs /data/runs --suffix .pt
     """
-    from millrace.cleanup import compare_objects, copy_objects, open_destination
+    from millrace.cleanup import compare_objects, copy_objects, open_copy_target
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
@@ -291,7 +292,7 @@ def copy(
             return CommandResult(found, code)
         if not confirm("Copy the missing objects, and replace those that differ?", yes=False):
             return CommandResult(found, 1)
-    target = open_destination(here, there, objects)
+    target = open_copy_target(here, there, objects)
     with ObjectsBar() as progress:
         progress.start_copying()
         found = copy_objects(here, target, objects, overwrite=overwrite, progress=progress)
@@ -401,10 +402,7 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 
 
 @bucket.command()
-@click.argument("location", metavar="[FILE|URL|FOLDER]", required=False)
-@click.option(
-    "--config", metavar="FILE", help="Settings file; the same as FILE.  [default: clean.yaml]"
-)
+@take_location("clean.yaml", "[FILE|URL|FOLDER]")
 @_take_filter
 @click.option("--plan", "name", metavar="NAME", help="Execute this plan instead of a new one.")
 @click.option("--keys", "with_keys", is_flag=True, help="Print each object of the plan, too.")
@@ -412,9 +410,8 @@ def _group_by_message(failures: "Iterable[Finding]") -> dict[str, list[str]]:
 @add_yes_option
 @print_result
 def clean(
-    location: str | None,
+    location: str,
     *,
-    config: str | None,
     objects: "ObjectFilter",
     name: str | None,
     with_keys: bool,
@@ -439,9 +436,6 @@ def clean(
     from millrace.progress_bar import ObjectsBar
     from millrace.storage import open_store
 
-    if location and config:
-        raise click.UsageError("Name the settings file once: as FILE, or with --config.")
-    location = location or config or "clean.yaml"
     settings = _read_cleanup_settings(location, objects, name)
     if name is not None:
         plan = read_plan(open_store(settings.store, make_folder=False), name)

@@ -162,6 +162,38 @@ def print_result(command: Callable[..., CommandResult]) -> Callable[..., None]:
     return option(handle_errors(run))
 
 
+def take_location(default: str, metavar: str) -> Callable[[AnyFunction], AnyFunction]:
+    """Return a decorator that adds a location to a command, which may be a settings file.
+
+    A settings file is named as the argument, or with `--config FILE`.
+
+    Args:
+        default: Name of the file that is read by default.
+        metavar: Kinds of locations, for the help, such as `[FILE|URL]`.
+    """
+
+    def decorate(command: AnyFunction) -> AnyFunction:
+        @wraps(command)
+        def run(*args: Any, location: str | None, config: str | None, **options: Any) -> Any:
+            given = [one for one in (location, config) if one is not None]
+            if len(given) > 1:
+                raise click.UsageError("Name the settings file once: as FILE, or with --config.")
+            if "" in given:
+                raise click.UsageError("The name of the settings file is empty.")
+            return command(*args, location=given[0] if given else default, **options)
+
+        option = click.option(
+            "--config",
+            metavar="FILE",
+            type=click.Path(),
+            help=f"Settings file; the same as FILE.  [default: {default}]",
+        )
+        argument = click.argument("location", metavar=metavar, required=False, type=click.Path())
+        return argument(option(run))
+
+    return decorate
+
+
 def take_settings_file(default: str) -> Callable[[AnyFunction], AnyFunction]:
     """Return a decorator that adds a settings file, as FILE or `--config FILE`, to a command.
 
@@ -170,22 +202,12 @@ def take_settings_file(default: str) -> Callable[[AnyFunction], AnyFunction]:
     """
 
     def decorate(command: AnyFunction) -> AnyFunction:
+        @take_location(default, "[FILE]")
         @wraps(command)
-        def run(*args: Any, settings: Path | None, config: Path | None, **options: Any) -> Any:
-            if settings and config:
-                raise click.UsageError("Name the settings file once: as FILE, or with --config.")
-            return command(*args, settings=settings or config or Path(default), **options)
+        def run(*args: Any, location: str, **options: Any) -> Any:
+            return command(*args, settings=Path(location), **options)
 
-        option = click.option(
-            "--config",
-            metavar="FILE",
-            type=click.Path(path_type=Path),
-            help=f"Settings file; the same as FILE.  [default: {default}]",
-        )
-        argument = click.argument(
-            "settings", metavar="[FILE]", required=False, type=click.Path(path_type=Path)
-        )
-        return argument(option(run))
+        return run
 
     return decorate
 

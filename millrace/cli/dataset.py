@@ -21,6 +21,7 @@ from millrace.cli.common import (
     read_store,
     show_deletion,
     show_failures,
+    take_location,
     take_settings_file,
     write_template,
 )
@@ -411,8 +412,7 @@ def import_settings(path: Path, prefix: str | None) -> CommandResult:
 def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
     """Add the arguments that name a complete or unfinished dataset."""
     name = click.argument("name", metavar="[DATASET]", required=False)
-    target = click.argument("target", metavar="[FILE|URL]", default=_FILE)
-    return target(name(command))
+    return take_location(_FILE, "[FILE|URL]")(name(command))
 
 
 @dataset.command()
@@ -428,7 +428,7 @@ def _take_dataset(command: "Callable[..., Any]") -> "Callable[..., Any]":
 )
 @print_result
 def verify(
-    target: str, name: str | None, *, quick: bool, mirrors: tuple[str, ...]
+    location: str, name: str | None, *, quick: bool, mirrors: tuple[str, ...]
 ) -> CommandResult:
     r"""Compare every shard with the manifest. Exit code 1 if a shard is missing or differs.
 
@@ -440,7 +440,7 @@ def verify(
     """
     from millrace.datasets import verify_dataset, verify_mirror
 
-    store, found_name = _open_dataset(target, name)
+    store, found_name = _open_dataset(location, name)
     specs = [read_store(one) for one in mirrors]
     result = verify_dataset(store, found_name, digests=not quick)
     _show_verification(store.url, result)
@@ -471,7 +471,7 @@ def _show_verification(url: str, result: "Verification") -> None:
 @dataset.command()
 @_take_dataset
 @print_result
-def status(target: str, name: str | None) -> CommandResult:
+def status(location: str, name: str | None) -> CommandResult:
     r"""Show the progress of a dataset, or of all datasets below a URL, from the bucket alone.
 
     \b
@@ -479,15 +479,15 @@ def status(target: str, name: str | None) -> CommandResult:
     """
     from millrace.datasets import find_datasets, read_status
 
-    if name is None and is_store_location(target):
+    if name is None and is_store_location(location):
         from millrace.storage import open_store
 
-        store = open_store(target, make_folder=False)
+        store = open_store(location, make_folder=False)
         names = find_datasets(store)
         if not names:
             raise errors.NotFoundError(f"There is no dataset below {store.url}.")
     else:
-        store, found_name = _open_dataset(target, name)
+        store, found_name = _open_dataset(location, name)
         names = [found_name]
     found: list[DatasetStatus | dict[str, str]] = []
     code = 0
@@ -556,7 +556,7 @@ def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> Co
 @add_yes_option
 @print_result
 def collect_garbage(
-    target: str, name: str | None, *, min_age: timedelta, dry_run: bool, yes: bool
+    location: str, name: str | None, *, min_age: timedelta, dry_run: bool, yes: bool
 ) -> CommandResult:
     r"""Delete objects that no record of a dataset names, such as leftovers of killed runs.
 
@@ -567,7 +567,7 @@ def collect_garbage(
     """
     from millrace.datasets import delete_garbage, plan_garbage
 
-    store, found_name = _open_dataset(target, name)
+    store, found_name = _open_dataset(location, name)
     plan = plan_garbage(store, found_name, min_age=min_age)
     for one in plan.objects:
         echo(store.make_url(one.key))
@@ -603,18 +603,18 @@ def _read_settings(path: Path, prefix: str | None) -> "PipelineSettings":
     return config.model_copy(update={"dataset": prefix})
 
 
-def _open_dataset(target: str, name: str | None) -> "tuple[Store, str]":
+def _open_dataset(location: str, name: str | None) -> "tuple[Store, str]":
     """Open the store of a settings file, URL or folder; return the store and the dataset's name."""
     from millrace.storage import open_store
 
-    if not is_store_location(target):
-        config = _read_settings(Path(target), name)
+    if not is_store_location(location):
+        config = _read_settings(Path(location), name)
         return open_store(config.store, make_folder=False), config.dataset
     if not name:
         raise errors.ConfigurationError(
-            f"{target} names no dataset. After a URL or a folder, name the dataset: URL DATASET."
+            f"{location} names no dataset. After a URL or a folder, name the dataset: URL DATASET."
         )
-    return open_store(target, make_folder=False), name
+    return open_store(location, make_folder=False), name
 
 
 def _show_plan(plan: "DatasetPlan", config: "PipelineSettings", largest: int | None) -> None:

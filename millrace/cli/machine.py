@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -127,9 +128,12 @@ def list_machines(settings: Path) -> CommandResult:
 @machine.command()
 @click.argument("rental")
 @_take_settings
+@add_yes_option
 @print_result
-def release(settings: Path, rental: str) -> CommandResult:
+def release(settings: Path, rental: str, *, yes: bool) -> CommandResult:
     r"""Release all machines of a rental, and check that the provider lists none of them.
+
+    The command shows the machines, and asks before it releases them.
 
     Of FILE, only `store` and `account` are read: the store of the ledger of rentals, such as the
     bucket of a campaign, and the account that pays.
@@ -137,10 +141,14 @@ def release(settings: Path, rental: str) -> CommandResult:
     \b
     Example: millrace machine release wiki rent.yaml
     """
-    from millrace.rentals import LedgerSettings, release_rental
+    from millrace.rentals import LedgerSettings, list_rentals, release_rental
     from millrace.settings import load_settings
 
-    count = release_rental(load_settings(settings, LedgerSettings), rental)
+    ledger = load_settings(settings, LedgerSettings)
+    machines = [] if yes else [one for one in list_rentals(ledger) if one.rental == rental]
+    if not _confirm_release(machines, yes=yes):
+        return CommandResult({"rental": rental, "released": 0}, 1)
+    count = release_rental(ledger, rental)
     echo(f"Released: {format_count(count, 'machine')} of {rental}; a listing shows none.")
     return CommandResult({"rental": rental, "released": count})
 
@@ -150,22 +158,34 @@ def release(settings: Path, rental: str) -> CommandResult:
 @click.option(
     "--dry-run", is_flag=True, help="Show the machines that would be released; release none."
 )
+@add_yes_option
 @print_result
-def reap(settings: Path, *, dry_run: bool) -> CommandResult:
+def reap(settings: Path, *, dry_run: bool, yes: bool) -> CommandResult:
     r"""Release machines that have no living owner, or have passed their deadline.
 
     Detached machines are also released when they cost more than their owner has allowed.
+
+    The command shows the machines, and asks before it releases them. After the answer, the command
+    looks again. Machines that have an owner by then stay. Machines that have lost theirs are
+    released, too.
 
     Only machines with this installation's label are touched.
 
     \b
     Example: millrace machine reap rent.yaml --dry-run
+             millrace machine reap rent.yaml --yes
     """
     from millrace.rentals import LedgerSettings
     from millrace.rentals import reap as reap_machines
     from millrace.settings import load_settings
 
-    result = reap_machines(load_settings(settings, LedgerSettings), dry_run=dry_run)
+    ledger = load_settings(settings, LedgerSettings)
+    if not (dry_run or yes):
+        plan = reap_machines(ledger, dry_run=True)
+        if not _confirm_release(plan.released, yes=yes):
+            kept = replace(plan, released=(), kept=plan.released + plan.kept)
+            return CommandResult(kept, 1)
+    result = reap_machines(ledger, dry_run=dry_run)
     for one in result.released:
         echo(describe_machine(one))
     verb = "Would be released" if dry_run else "Released"
@@ -221,6 +241,13 @@ def confirm_rental(settings: "RentalSettings", *, yes: bool) -> bool:
     limit = f"${settings.request.max_total:.2f} in all"
     count = format_count(settings.machines, "machine")
     return confirm(f"Rent {count} for {settings.name}, for at most {limit}?", yes=yes)
+
+
+def _confirm_release(machines: "Sequence[MachineStatus]", *, yes: bool) -> bool:
+    """Show machines, and ask whether to release them. No machine needs no answer."""
+    for one in machines:
+        echo(describe_machine(one))
+    return not machines or confirm(f"Release {format_count(len(machines), 'machine')}?", yes=yes)
 
 
 def interrupt_on_signal(has_machines: Callable[[], bool] = lambda: True) -> None:

@@ -39,6 +39,7 @@ from millrace.datasets.sources.sample_table import decode_sample_list
 from millrace.datasets.sources.table import unpack_row
 from millrace.datasets.transforms import list_transform_changes, record_transforms
 from millrace.datasets.writers import describe_writers, list_writers
+from millrace.deletion import PlannedObject, delete_planned
 from millrace.formatting import format_count
 from millrace.keys.datasets import DatasetKeys
 from millrace.keys.leases import PLAN_REMOVAL, LeaseKeys
@@ -403,18 +404,30 @@ def _delete_uncommitted_shards(store: Store, keys: DatasetKeys, progress: Progre
     again.
 
     Raises:
-        ConflictError: Another run has committed shards meanwhile.
+        ConflictError: Another run has committed or written shards meanwhile.
+        DeniedError: Shards could not be deleted. The next run tries again.
     """
     if not _has_commits(store, keys):
         progress(ShardDeletionStarted(prefix=keys.shards))
         prefixes = (keys.shards, keys.quarantined)
         stats = (stat for prefix in prefixes for stat in list_objects(store, prefix))
-        delete(store, [stat.key for stat in stats if keys.is_shard_or_quarantine(stat.key)])
+        planned = [PlannedObject(stat) for stat in stats if keys.is_shard_or_quarantine(stat.key)]
+        result = delete_planned(store, planned)
         if _has_commits(store, keys):
             raise errors.ConflictError(
                 f"{store.make_url(keys.dataset)}: another run committed shards while this run "
                 "deleted the shards of a replaced plan. Some of them may be missing. Run `millrace "
                 "run FILE --repair` with the settings of that run to make them again."
+            )
+        for failure in result.failures:
+            raise errors.DeniedError(
+                f"{store.make_url(failure.key)} is of a replaced plan and could not be deleted "
+                f"({failure.reason}): allow deletion, and start the run again."
+            )
+        if result.skipped:
+            raise errors.ConflictError(
+                f"{store.make_url(keys.dataset)}: another run wrote shards while this run deleted "
+                "the shards of a replaced plan. End that run, and start this one again."
             )
     delete(store, [keys.plan_removed])
 

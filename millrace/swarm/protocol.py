@@ -591,8 +591,8 @@ def identify(endpoint: Endpoint, key: bytes, timeout: float) -> Endpoint:
             connection.close()
 
     def check(answer: dict[str, Any], fingerprint: str) -> str:
-        if answer.get("version", VERSION) != VERSION:
-            raise ProtocolVersionError(answer["version"], "agent")
+        if answer.get("version") != VERSION:
+            raise ProtocolVersionError(answer.get("version"), "agent")
         identity, proof = answer["identity"], answer.get("proof")
         tls.check_proof(proof, key, nonce, identity, fingerprint, at=endpoint.netloc)
         return identity

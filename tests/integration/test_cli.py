@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -101,6 +102,21 @@ def test_help_names_every_command(run):
             ).replace("millrace dataset ", "millrace ")
 
 
+def test_all_commands_but_two_print_their_result_as_json():
+    def list_without(group: click.Group, path: str) -> list[str]:
+        found: list[str] = []
+        for name in group.list_commands(click.Context(group)):
+            command = group.get_command(click.Context(group), name)
+            assert command is not None
+            if isinstance(command, click.Group):
+                found += list_without(command, f"{path}{name} ")
+            elif not any("--json" in one.opts for one in command.params):
+                found.append(f"{path}{name}")
+        return found
+
+    assert list_without(main, "") == ["swarm node", "campaign worker"]
+
+
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
@@ -161,9 +177,14 @@ def test_json_shows_names_that_are_not_utf_8(tmp_path):
     assert not (folder / "a").exists()
 
 
-def test_a_settings_file_is_named_once(run, settings):
-    shown = run("plan", str(settings), "--config", str(settings), code=2)
+@pytest.mark.parametrize("command", ["plan", "status", "verify", "dataset collect-garbage"])
+def test_a_settings_file_is_named_once(run, settings, command):
+    run("run", str(settings))
+    words = command.split()
+    assert run(*words, "--config", str(settings)) == run(*words, str(settings))
+    shown = run(*words, str(settings), "--config", str(settings), code=2)
     assert "Name the settings file once" in shown
+    assert "The name of the settings file is empty" in run(*words, "", code=2)
 
 
 def test_garbage_is_shown_and_deleted_only_after_a_yes(run, settings, tmp_path):

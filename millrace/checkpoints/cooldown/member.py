@@ -110,7 +110,7 @@ def end_epoch(
         destination=destination,
     ) as one:
         one.wait_for_members(settings.members, settings.epoch, settings.join_timeout)
-        cooled = cool_down(
+        result = cool_down(
             one,
             content,
             epoch=settings.epoch,
@@ -121,5 +121,5 @@ def end_epoch(
             settings=settings.cooldown,
             progress=progress,
         )
-        background_result = cooled.background_result
-        return cooled if background_result is None else background_result.result()
+        background_result = result.background_result
+        return result if background_result is None else background_result.result()

@@ -23,21 +23,23 @@ __all__ = [
 ]
 
 
-def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = True) -> Destination:
+def open_destination(
+    location: str | StoreSpec | HubSpec, *, make_folder: bool = True
+) -> Destination:
     """Open the destination at a URL. Nothing is sent.
 
     Args:
-        place: URL of a store, ``hf://owner/name``, ``hf://owner/name@branch``, or the settings of a
-            store or a repository.
+        location: URL of a store, ``hf://owner/name``, ``hf://owner/name@branch``, or the settings
+            of a store or a repository.
         make_folder: Make the folder of a ``file://`` URL if it is missing.
 
     Raises:
         ConfigurationError: The URL is invalid, or the Hub's library is not installed.
     """
-    if isinstance(place, StoreSpec):
-        return StoreDestination(open_store(place, make_folder=make_folder))
-    if isinstance(place, str) and not place.startswith("hf://"):
-        return StoreDestination(open_store(place, make_folder=make_folder))
+    if isinstance(location, StoreSpec):
+        return StoreDestination(open_store(location, make_folder=make_folder))
+    if isinstance(location, str) and not location.startswith("hf://"):
+        return StoreDestination(open_store(location, make_folder=make_folder))
     drop_empty_variables()
     try:
         from millrace.checkpoints.destinations.hub import HubDestination  # noqa: PLC0415
@@ -45,4 +47,4 @@ def open_destination(place: str | StoreSpec | HubSpec, *, make_folder: bool = Tr
         raise ConfigurationError(
             "The library of the Hugging Face Hub is not installed: run pip install 'millrace[hub]'."
         ) from None
-    return HubDestination(HubSpec.parse(place) if isinstance(place, str) else place)
+    return HubDestination(HubSpec.parse(location) if isinstance(location, str) else location)

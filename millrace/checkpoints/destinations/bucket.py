@@ -5,12 +5,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-from millrace import errors
+from millrace.audit.write_probe import create_write_probe, open_write_probe
 from millrace.checkpoints import find
 from millrace.checkpoints.contents import Content, open_content
 from millrace.checkpoints.destinations.base import SAMPLE_SIZE, check_sample, mark_read_only
@@ -19,10 +18,9 @@ from millrace.checkpoints.progress_events import CheckpointSaved
 from millrace.checkpoints.restoring import restore_parts
 from millrace.checkpoints.shared_upload import SharedUpload
 from millrace.keys.checkpoints import CheckpointKeys
-from millrace.keys.probes import make_write_probe_key
 from millrace.progress import Progress, ignore_event
 from millrace.schemas.checkpoint import Checkpoint
-from millrace.storage import Store, create, delete, list_objects, put, read
+from millrace.storage import Store, list_objects, put, read
 
 
 def try_writes(store: Store, scope: str) -> float:
@@ -36,29 +34,16 @@ def try_writes(store: Store, scope: str) -> float:
         DeniedError, NotFoundError, UnavailableError: A request fails.
         CorruptError: The store returns other bytes than were written.
     """
-    key = make_write_probe_key(scope, secrets.token_hex(8))
-    url = store.make_url(key)
     next(list_objects(store, f"{scope}/"), None)
     body, other = os.urandom(SAMPLE_SIZE), secrets.token_bytes(16)
-    with mark_read_only():
-        try:
-            began = time.monotonic()
-            # If the object exists, an earlier try has created it, and its answer was lost.
-            with suppress(errors.ExistsError):
-                create(store, key, body)
-            rate = len(body) / max(time.monotonic() - began, 1e-6)
-            check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
-            put(store, key, other)
-            check_sample(url, read(store, key, max_size=SAMPLE_SIZE), other)
-        except BaseException:
-            with suppress(errors.MillraceError):
-                delete(store, [key])
-            raise
-        if failures := delete(store, [key]):
-            raise errors.ReadOnlyError(
-                f"{url} could not be deleted ({failures[0].reason}): allow deletion, so that old "
-                "checkpoints can be removed. Delete this object by hand."
-            )
+    with mark_read_only(), open_write_probe(store, scope) as key:
+        url = store.make_url(key)
+        began = time.monotonic()
+        create_write_probe(store, key, body)
+        rate = len(body) / max(time.monotonic() - began, 1e-6)
+        check_sample(url, read(store, key, max_size=SAMPLE_SIZE), body)
+        put(store, key, other)
+        check_sample(url, read(store, key, max_size=SAMPLE_SIZE), other)
     return rate
 
 

@@ -81,9 +81,9 @@ class RankGroup:
             distributed.broadcast(sent, group=self._group, group_src=owner)
             whole = sent
         assert whole is not None
-        piece = find_local_shard("", into)
-        ends = zip(piece.start, piece.local.shape, strict=True)
-        piece.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
+        shard = find_local_shard("", into)
+        ends = zip(shard.start, shard.local.shape, strict=True)
+        shard.local.copy_(whole[tuple(slice(start, start + size) for start, size in ends)])
 
     # -- exchanges
 

@@ -143,7 +143,7 @@ class CopyTable:
         else:
             self._count_votes(number)
             if self._is_untrusted_copy(node, number):
-                self._reject(node, number)  # counted: else a liar would read it again forever
+                self._reject(node, number)  # counted: a Byzantine node would read it again forever
         self.request_read_if_needed(number)
 
     def settle(self, number: int, digest: str) -> None:

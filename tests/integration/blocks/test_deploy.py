@@ -1,5 +1,6 @@
 """`millrace deploy`, on a real server."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -28,10 +29,13 @@ def fresh_server(tmp_path: Path) -> Iterator[PrefectServer]:
     server.stop()
 
 
-def deploy(server: PrefectServer, folder: Path) -> "subprocess.CompletedProcess[str]":
+def deploy(
+    server: PrefectServer, folder: Path, *options: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        DEPLOY, cwd=folder, env=server.environment, capture_output=True, text=True, check=False
-    )
+        [*DEPLOY, *options], cwd=folder, env=server.environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.soak
@@ -71,6 +75,10 @@ def test_what_prefect_says_is_shown_where_it_fails(
     assert failed.returncode == 1
     assert "flows/none.py" in failed.stdout
     assert "Some flows were not deployed" in failed.stderr
+    again = deploy(prefect_server, tmp_path, "--json")
+    found = json.loads(again.stdout)
+    assert (again.returncode, found["is_complete"], found["deployed"]) == (1, False, [])
+    assert "flows/none.py" in again.stderr
 
 
 def test_deploy_elsewhere_than_in_the_clone_is_a_sentence(
@@ -99,7 +107,12 @@ def test_deploying_again_keeps_what_people_have_stopped_scheduled_and_set(
     )
     project["deployments"] = [wanted]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump(project))
-    assert deploy(prefect_api, tmp_path).returncode == 0
+    made = deploy(prefect_api, tmp_path, "--json")
+    found = json.loads(made.stdout)
+    assert made.returncode == 0, made.stderr
+    assert found["deployed"] == [f"reap-machines/{wanted['name']}"]
+    assert (found["is_complete"], found["changes"]) == (True, [])
+    assert f"{found['deployed'][0]}: deployed" in made.stderr
     name, secret = f"reap-machines/{wanted['name']}", f"key-{uuid4().hex}"
     account = VastCredentials(api_key=SecretStr(secret)).save(wanted["name"])
     own = {"vast": {"$ref": {"block_document_id": str(account)}}}

@@ -86,6 +86,10 @@ def test_what_setup_makes_opens_the_bucket(rgw: RGW, bucket: str) -> None:
     block = Bucket.load("aggregator")
     put(block.open("write"), "key", b"bytes")
     assert read(block.open("read"), "key") == b"bytes"
+    again = set_up("--role", "aggregator", "--dry-run", "--json", environment=environment)
+    found = json.loads(again.stdout)
+    assert found["objects"]["block millrace-bucket/aggregator"] == "unchanged"
+    assert found["dry_run"]
 
     swapped = {name.replace("WRITE", "SPARE"): value for name, value in environment.items()}
     swapped = {n.replace("READ", "WRITE").replace("SPARE", "READ"): v for n, v in swapped.items()}

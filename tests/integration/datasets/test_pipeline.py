@@ -57,7 +57,7 @@ from millrace.datasets.progress_events import (
 from millrace.datasets.quarantine import QuarantineLimit
 from millrace.datasets.settings import CardSettings
 from millrace.datasets.sources import MirroredFiles
-from millrace.deletion import ObjectsDeleted
+from millrace.deletion import ObjectsDeleted, delete_planned
 from millrace.keys.datasets import DatasetKeys, make_seek_point_key
 from millrace.keys.leases import (
     COLLECTOR,
@@ -462,6 +462,44 @@ def test_a_plan_by_which_nothing_was_committed_is_replaced(settings, killed_at):
     assert not exists(store, "sets/one/plan-removed.json")
     assert ids_in(store, report.manifest.shards) == Counter(range(2000))
     assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards) + 1
+
+
+def test_a_plan_whose_shards_cannot_be_deleted_is_replaced_later(settings, tmp_path):
+    alone = changed(settings, execution={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(alone, progress=kill_at(ShardUploaded))
+    store = open_store(settings.store)
+    shards = Path(store.location.bucket) / "sets/one/shards/webdataset"
+    shards.rename(tmp_path / "elsewhere")
+    shards.symlink_to(tmp_path / "elsewhere")  # nothing is deleted through a link
+    for _ in range(2):
+        with pytest.raises(errors.DeniedError, match="replaced plan and could not be deleted"):
+            shard_dataset(changed(alone, **OTHER))
+        assert exists(store, "sets/one/plan-removed.json")
+    shards.unlink()
+    (tmp_path / "elsewhere").rename(shards)
+    report = shard_dataset(changed(alone, **OTHER))
+    assert not exists(store, "sets/one/plan-removed.json")
+    assert len(list(list_objects(store, "sets/one/shards/"))) == len(report.manifest.shards) + 1
+
+
+def test_a_shard_that_another_run_writes_while_a_plan_is_replaced_stays(settings, monkeypatch):
+    alone = changed(settings, execution={"workers": 0})
+    with pytest.raises(KilledError):
+        shard_dataset(alone, progress=kill_at(ShardUploaded))
+    store = open_store(settings.store)
+    shard = next(list_objects(store, "sets/one/shards/"))
+
+    def delete_after_write(*args):
+        put(store, shard.key, b"other bytes")
+        return delete_planned(*args)
+
+    monkeypatch.setattr("millrace.datasets.plan.delete_planned", delete_after_write)
+    with pytest.raises(errors.ConflictError, match="another run wrote shards"):
+        shard_dataset(changed(alone, **OTHER))
+    assert read(store, shard.key) == b"other bytes"
+    monkeypatch.undo()
+    assert shard_dataset(changed(alone, **OTHER)).samples == 2000
 
 
 def test_no_plan_is_committed_while_another_run_removes_one(settings, monkeypatch):

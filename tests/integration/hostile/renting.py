@@ -322,7 +322,10 @@ def command(name: str) -> Callable[[Site], Any]:
                     "startup_timeout": "PT30S",
                 },
             )  # fmt: skip
-            words = {"rent": [file, "--yes"], "release": ["fleet", file]}
+            words = {
+                "rent": [file, "--yes"], "release": ["fleet", file, "--yes"],
+                "reap": [file, "--yes"],
+            }  # fmt: skip
             codes: list[int] = []
             if name not in {"rent", "offers"}:
                 codes.append(invoke(site, ["machine", "rent", file, "--detach", "--yes"])[0])

@@ -1,5 +1,6 @@
 """The commands that rent machines, as a person types them."""
 
+import json
 import re
 import shlex
 import signal
@@ -35,8 +36,8 @@ timeouts: {{poll_interval: PT0.5S}}
 """
     )
 
-    def command(*words: str, code: int = 0) -> str:
-        result = CliRunner().invoke(main, words)
+    def command(*words: str, code: int = 0, answer: str = "") -> str:
+        result = CliRunner().invoke(main, words, input=answer)
         assert result.exit_code == code, result.output
         return result.output
 
@@ -73,7 +74,10 @@ def test_variables_of_the_program_do_not_keep_a_machine_rented(run: Run, tmp_pat
     assert "UNSET_KEY" in run("machine", "rent", "--yes", code=2)
 
 
-def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastServer) -> None:
+def test_what_is_left_running_is_listed_kept_and_released(
+    run: Run, vast: VastServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VAST_KEY", vast.reset(rate=200.0, strict=False, program=9000.0))
     said = run("machine", "rent", "--detach", "--yes")
     assert "fleet/0 runs at 127.0.0.1." in said
     assert "release them with `millrace machine release fleet rent.yaml`" in said
@@ -86,7 +90,28 @@ def test_what_is_left_running_is_listed_kept_and_released(run: Run, vast: VastSe
     said = run("machine", "reap", "--dry-run")
     assert "the program has ended.\nWould be released: 1 machine. Stay: 0." in said
     assert "has no rental 'fleat'" in run("machine", "release", "fleat", code=1)
-    assert "Released: 1 machine of fleet" in run("machine", "release", "fleet", "rent.yaml")
+    assert "Released: 1 machine of fleet" in run(
+        "machine", "release", "fleet", "rent.yaml", "--yes"
+    )
+    assert vast.list_alive() == []
+
+
+@pytest.mark.parametrize("words", [("release", "fleet"), ("reap",)])
+def test_machines_are_released_only_after_an_answer(
+    run: Run, vast: VastServer, words: tuple[str, ...]
+) -> None:
+    run("machine", "rent", "--detach", "--yes")
+    vast.advance(3 * 3600)
+    (one,) = vast.list_alive()
+    said = run("machine", *words, code=2)
+    assert f"fleet: instance {one['id']} is " in said
+    assert "Release 1 machine? [y/N]" in said
+    assert "Nothing was done, since the question has no answer. Add --yes" in said
+    said = run("machine", *words, "--json", answer="n\n", code=1)
+    assert "Nothing was done.\n" in said
+    assert json.loads(said[said.index("\n{") :])["released"] in (0, [])
+    assert [left["id"] for left in vast.list_alive()] == [one["id"]]
+    assert "Released: 1 machine" in run("machine", *words, answer="y\n")
     assert vast.list_alive() == []
 
 
@@ -96,7 +121,7 @@ def test_the_printed_command_releases_machines_of_a_file_with_a_space_in_its_nam
     (tmp_path / "rent.yaml").rename(tmp_path / "my machines.yaml")
     said = run("machine", "rent", "my machines.yaml", "--detach", "--yes")
     (command,) = re.findall(r"release them with `millrace (.*)`\.", said)
-    assert "Released: 1 machine of fleet" in run(*shlex.split(command))
+    assert "Released: 1 machine of fleet" in run(*shlex.split(command), "--yes")
     assert vast.list_alive() == []
 
 

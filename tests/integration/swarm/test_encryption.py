@@ -29,6 +29,7 @@ from millrace.swarm import agent as agents
 from millrace.swarm.driving import agent_client
 from millrace.swarm.protocol import (
     AUTH_HEADER,
+    VERSION,
     ConnectionPool,
     Endpoint,
     HttpStatusError,
@@ -451,7 +452,8 @@ def test_a_port_of_this_machine_that_leads_to_a_forger_is_told_nothing(nodes, tm
     class Forger(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             heard.extend(f"{self.requestline} {self.headers}".encode())
-            body = json.dumps({"identity": "0" * 16, "proof": "0" * 64}).encode()
+            answer = {"version": VERSION, "identity": "0" * 16, "proof": "0" * 64}
+            body = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -1,6 +1,6 @@
 """A check of credentials survives a lost answer, leaves no object, and refuses unsafe stores."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -16,7 +16,7 @@ from millrace.audit import (
     check_access,
 )
 from millrace.checkpoints.destinations.bucket import StoreDestination
-from millrace.storage import Credentials, Right, StoreSpec
+from millrace.storage import Credentials, Right, Store, StoreSpec
 from tests.support.s3 import Refusal, Request, S3Endpoint, serve_s3
 
 
@@ -54,12 +54,37 @@ def test_a_lost_answer_to_a_trial_save_is_no_refusal(endpoint: S3Endpoint) -> No
     assert endpoint.objects == {}
 
 
-def test_no_object_remains_if_the_store_stops_answering(endpoint: S3Endpoint) -> None:
+def check(store: Store) -> None:
+    check_access(store, Right.WRITE, "ds")
+
+
+def try_save(store: Store) -> None:
+    StoreDestination(store).try_save("job", timeout=store.spec.retry_timeout)
+
+
+@pytest.mark.parametrize("write", [check, try_save])
+def test_no_object_remains_if_the_store_stops_answering(
+    endpoint: S3Endpoint, write: Callable[[Store], None]
+) -> None:
     endpoint.lost, endpoint.refusals = 1, [Refusal("PUT", 500, "InternalError", times=1000)]
     with pytest.raises(errors.UnavailableError):
-        check_access(endpoint.open(retry_timeout=timedelta(seconds=1)), Right.WRITE, "ds")
+        write(endpoint.open(retry_timeout=timedelta(seconds=1)))
     assert endpoint.lost == 0
     assert endpoint.objects == {}
+
+
+@pytest.mark.parametrize("write", [check, try_save])
+def test_credentials_that_may_not_delete_are_refused_with_the_reason(
+    endpoint: S3Endpoint, write: Callable[[Store], None]
+) -> None:
+    endpoint.refusals = [
+        Refusal(method, 403, "AccessDenied", times=1000) for method in ("POST", "DELETE")
+    ]
+    with pytest.raises(
+        errors.ReadOnlyError, match=r"_probe-.* could not be deleted .*may list this bucket"
+    ):
+        write(endpoint.open())
+    assert len(endpoint.objects) == 1  # as the message says
 
 
 def test_a_lost_answer_to_a_create_is_no_finding_of_an_audit(endpoint: S3Endpoint) -> None:

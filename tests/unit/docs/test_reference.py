@@ -11,7 +11,8 @@ from pydantic import BaseModel
 import millrace.cli.campaign
 import millrace.cli.dataset
 from docs.generate import REFERENCE, ROOT, find_stale_pages, generate_pages, write_pages
-from docs.generator.flows import describe_cron
+from docs.generator.commands import list_command_paths
+from docs.generator.flows import describe_cron, find_command
 from docs.generator.schemas import make_schema
 from docs.generator.settings_files import FILES, SettingsFile
 from millrace.keys.campaigns import CampaignKeys
@@ -113,6 +114,27 @@ def test_a_schedule_in_words():
     assert describe_cron("7 2 * * *", "UTC") == "every day at 02:07 UTC"
     with pytest.raises(ValueError, match="no words"):
         describe_cron("0 0 1 * *", "UTC")
+
+
+def test_every_flow_has_a_command_in_the_table():
+    flows = [
+        one["name"] for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    ]
+    rows = re.findall(
+        r"^\| \[`([\w-]+)`\]\(.+?\) \| \[`(millrace [\w -]+)`\]\(.+?\)(.*) \|$",
+        (REFERENCE / "flows.md").read_text(),
+        re.M,
+    )
+    assert [flow for flow, _, _ in rows] == flows
+    assert {command for _, command, _ in rows} <= set(list_command_paths())
+    found = {flow: command + rest for flow, command, rest in rows}
+    assert found["verify-checkpoints"] == "millrace checkpoint verify"
+    assert found["abort-uploads"] == "millrace bucket abort-uploads"
+    assert found["shard-dataset"] == "millrace dataset run"
+    for flow, preset in (("clean-versions", "clean_versions"), ("delete-gathers", "delete_gather")):
+        assert found[flow] == f"millrace bucket clean with `preset: {preset}` in `clean.yaml`"
+    with pytest.raises(LookupError, match="no command for the flow"):
+        find_command("verify-nothing")
 
 
 def test_every_name_that_the_code_builds_is_documented():

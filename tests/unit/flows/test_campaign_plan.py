@@ -107,7 +107,7 @@ def test_a_plan_that_has_changed_is_refused_with_its_fields_and_values(tmp_path:
 
 
 def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
-    """The advice of docs/guides/campaigns.md where nobody's gradient is taken."""
+    """The advice of docs/guides/campaigns.md where no gradient is taken."""
     pin(tmp_path)
     gather = {"quorum": 0, "grace_period": "1m"}
     pin(tmp_path, run={"steps": 30, "window_length": "1h", "gather": gather})

@@ -9,6 +9,7 @@ from flows.rent_machines import (
 )
 from millrace.rentals import OfferRequest, Program, RentalSettings, RentalSupervisor, VastAccount
 from millrace.storage import StoreSpec
+from tasks.renting import RentalReference
 
 
 def test_a_rental_is_no_parameter_that_prefect_stores() -> None:
@@ -35,4 +36,5 @@ def test_a_run_that_relied_on_the_default_has_rented_nothing() -> None:
     parameters = {"name": "fleet", "bucket": "ledger", "vast": "account"}
     assert find_requested_rental(parameters) is None
     assert find_requested_rental({**parameters, "dry_run": True}) is None
-    assert find_requested_rental({**parameters, "dry_run": False}) == ("fleet", "ledger", "account")
+    rental = find_requested_rental({**parameters, "dry_run": False})
+    assert rental == RentalReference(name="fleet", bucket="ledger", vast="account")

@@ -153,7 +153,8 @@ class Freezing(BaseHTTPRequestHandler):
             return
         nonce = self.path.partition("nonce=")[2]
         proof = tls.prove(KEY.encode(), nonce, "freezing", "")
-        body = json.dumps({"identity": "freezing", "proof": proof}).encode()
+        answer = {"version": protocol.VERSION, "identity": "freezing", "proof": proof}
+        body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -7,6 +7,7 @@ import socket
 import threading
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from pydantic import SecretStr
@@ -15,7 +16,13 @@ from millrace import errors
 from millrace.swarm import Host, Hosts, Request, prewarm, tls
 from millrace.swarm.driving import driver_reader
 from millrace.swarm.progress_events import NodeUntrusted
-from millrace.swarm.protocol import VERSION, ConnectionPool, Endpoint
+from millrace.swarm.protocol import (
+    VERSION,
+    ConnectionPool,
+    Endpoint,
+    ProtocolVersionError,
+    identify,
+)
 from tests.support.swarm.prewarms import MIB, below, fill
 from tests.support.swarm.swarms import (
     KEY,
@@ -149,11 +156,13 @@ class Refusing(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     said = b""
+    stated: ClassVar[dict[str, int]] = {"version": VERSION}
 
     def do_GET(self) -> None:
         nonce = self.path.partition("nonce=")[2]
         proof = tls.prove(KEY.encode(), nonce, "refusing", "")
-        self.answer(200, json.dumps({"identity": "refusing", "proof": proof}).encode())
+        answer = {"identity": "refusing", "proof": proof, **self.stated}
+        self.answer(200, json.dumps(answer).encode())
 
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -186,6 +195,17 @@ def test_a_refusal_without_a_reason_costs_only_its_node(store, nodes, said, monk
     assert [node.ready for node in report.nodes] == [True, False]
     assert isinstance(report.nodes[1].reason, str)
     assert report.nodes[1].reason
+
+
+def test_an_agent_that_states_no_version_is_refused(monkeypatch):
+    monkeypatch.setattr(Refusing, "stated", {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ProtocolVersionError, match="agent speaks no version"):
+                identify(Endpoint("http", "127.0.0.1", server.server_port), KEY.encode(), 60.0)
+        finally:
+            server.shutdown()
 
 
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n"
