@@ -86,7 +86,6 @@ bench: .venv/dev
 	$(BIN)/python -m benchmarks.formats
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.ray_shards
-	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m benchmarks.resume
 	$(BIN)/python -m benchmarks.swarm
 	$(BIN)/python -m benchmarks.checkpoints

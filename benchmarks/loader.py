@@ -1,16 +1,20 @@
-"""Load shuffled samples of shards in an S3 store: Millrace, each format's own reader, the floor.
+"""Load samples and pages from an S3 store: Millrace, other readers, a lower bound.
 
-Run it with ``python -m benchmarks.loader [--only WORK ...] [--quick] [--json FILE]``. The store is
-a Ceph RGW on the loopback interface. The samples are texts of 2.6 KB, and their characters as
-tokens. The shards have 8 MiB. One process reads all samples of a cold epoch.
+Run it with ``python -m benchmarks.loader [--only PART ...] [--quick] [--json FILE]``. The store is
+a Ceph RGW on the loopback interface.
+
+The parts ``tar``, ``litdata``, ``mds``, ``parquet`` and ``tokens`` are formats of shards of 8 MiB.
+The samples are texts of 2.6 KB, and their characters as tokens. One process reads all samples of a
+cold epoch.
 
 - ``millrace``: `ShardLoader` with its defaults. Each part is verified by its digest.
 - The peers are in `benchmarks.loader_peers`. They verify nothing.
 - ``floor``: obstore gets the same shards, two at once, and nothing is decoded.
 
-The work ``link`` reads the tar shards over a link of 200 Mbit/s (network namespaces, see
+The part ``pages`` reads random pages, and makes tokens of them: see `benchmarks.loader_pages`. The
+part ``link`` reads the tar shards over a link of 200 Mbit/s (network namespaces, see
 `benchmarks.rig`) from a store that begins to answer after 50 ms; its floor is the link, computed.
-The work ``order`` is the order of an epoch of 10,000,000 samples in 10,000 shards: its memory.
+The part ``order`` is the order of an epoch of 10,000,000 samples in 10,000 shards: its memory.
 """
 
 import shutil
@@ -23,6 +27,7 @@ from subprocess import CalledProcessError
 from typing import Any
 
 import numpy as np
+import orjson
 
 from benchmarks.common import (
     Results,
@@ -33,6 +38,7 @@ from benchmarks.common import (
 )
 from benchmarks.corpus import read_text
 from benchmarks.loader_link import compute_link_seconds, measure_link
+from benchmarks.loader_pages import report_pages, run_pages
 from benchmarks.loader_peers import PEERS, StoredShards
 from benchmarks.loader_runs import run_floor, run_millrace, run_peer
 from millrace.block_lists import join_shard_blocks
@@ -48,7 +54,7 @@ from millrace.schemas.dataset import (
     ManifestShard,
     encode_sample_offsets,
 )
-from millrace.storage import Store, StoreSpec, open_store, put
+from millrace.storage import Store, StoreSpec, open_store, put, read
 from millrace.testing.credentials import make_credentials
 from millrace.testing.mosaicml import install_mosaicml
 from millrace.testing.rgw import RGW
@@ -66,7 +72,7 @@ FORMATS = {
 METRICS = ("samples/s", "first_batch_s", "peak_rss_MB", "cpu_s_per_GB")
 TEXTS: Fields = {"txt": FieldType.STR}
 TOKENS: Fields = {"tokens": FieldType.UINT16_ARRAY}
-ORDER, LINK = "order", "link"
+PAGES, LINK, ORDER = "pages", "link", "order"
 
 
 def make_samples(size: int) -> Iterator[tuple[Sample, Sample]]:
@@ -133,6 +139,11 @@ def write_dataset(store: Store, name: str, work: str, size: int) -> tuple[list[s
         put(store, key, body)
     commit_once(store, keys.manifest, manifest)
     return [shard.key for shard in described], manifest.size
+
+
+def count_tokens(store: Store, folder: str) -> int:
+    """Return the number of tokens of a split, from the index of its shards."""
+    return orjson.loads(read(store, f"{folder}/index.json"))["tokens"]
 
 
 def measure_order(samples: int) -> float:
@@ -220,6 +231,7 @@ class Bench:
         folder = DatasetKeys(name).make_shards_prefix(shard_format, "train").rstrip("/")
         shards = StoredShards(self._spec, name, shard_format, folder, keys, self._packages)
         samples = -(-self._size // CHARACTERS)
+        tokens = count_tokens(store, folder) if work == "tokens" else 0
         peers = [one for one in PEERS[work] if one != "streaming" or self._packages.exists()]
         systems = ["millrace", *peers, "floor"]
         for repeat in range(self._repeats):
@@ -242,12 +254,14 @@ class Bench:
                 )
                 for metric, value in zip(METRICS, values, strict=True):
                     self.results.add(work, system, metric, value)
+                if tokens:
+                    self.results.add(work, system, "tokens/s", tokens / figures["seconds"])
         return systems
 
 
 def main() -> None:
     """Run the works, and print a table with the ratios to the peers and to the floor."""
-    options = parse_options("loader", __doc__, parts=(*FORMATS, LINK, ORDER))
+    options = parse_options("loader", __doc__, parts=(*FORMATS, PAGES, LINK, ORDER))
     size, repeats = (32 * MIB, 1) if options.quick else (256 * MIB, 3)
     lines: list[list[str]] = []
     with tempfile.TemporaryDirectory() as name, RGW.start(Path(name) / "rgw") as rgw:
@@ -271,6 +285,8 @@ def main() -> None:
         results = bench.results
         for work in (one for one in FORMATS if one in options.only):
             lines += [make_line(results, work, system) for system in bench.run(work)]
+        if PAGES in options.only:
+            run_pages(Path(name), rgw, results, quick=options.quick)
         if LINK in options.only:
             lines += run_link(size // 2, repeats, results)
         if ORDER in options.only:
@@ -287,7 +303,10 @@ def main() -> None:
                     "",
                 ]
             )
-    print_table(["work", "system", *METRICS, "/floor", "millrace /"], lines)
+    if lines:
+        print_table(["work", "system", *METRICS, "/floor", "millrace /"], lines)
+    if PAGES in options.only:
+        report_pages(results)
     results.save(options.file)
 
 

@@ -5,7 +5,6 @@ Each reader yields the texts or the token arrays of all samples, in one process.
 
 import importlib
 import io
-import os
 import sys
 import tempfile
 from collections import deque
@@ -20,6 +19,12 @@ from typing import Any, cast
 import numpy as np
 import obstore
 
+from benchmarks.peer_options import (
+    export_to_streaming,
+    let_litdata_use_http,
+    make_boto3_options,
+    make_s3fs_options,
+)
 from millrace.storage import Store, StoreSpec, open_filesystem, open_store, sign_url
 
 IN_FLIGHT = 2  # requests of the floor, and shards that a reader without prefetch gets at once
@@ -48,18 +53,6 @@ class StoredShards:
     def open(self) -> Store:
         """Return the store."""
         return open_store(self.spec)
-
-    @property
-    def options(self) -> dict[str, str]:
-        """Options by which boto3 opens the store."""
-        credentials = self.spec.credentials
-        assert credentials is not None
-        return {
-            "endpoint_url": str(self.spec.endpoint),
-            "aws_access_key_id": credentials.access_key_id,
-            "aws_secret_access_key": credentials.secret_access_key.get_secret_value(),
-            "region_name": "us-east-1",
-        }
 
 
 def import_peer(peer: str, packages: Path) -> None:
@@ -103,16 +96,14 @@ def read_webdataset(shards: StoredShards) -> Iterator[Any]:
 def read_litdata(shards: StoredShards) -> Iterator[Any]:
     """Read with ``litdata.StreamingDataset``, shuffled, without TLS."""
     import litdata
-    from litdata.streaming import downloader
 
-    options: Any = getattr(downloader, "_OBSTORE_CLIENT_OPTIONS")  # noqa: B009 - it is private
-    options["allow_http"] = True
+    let_litdata_use_http()
     with tempfile.TemporaryDirectory() as cache:
         dataset: Any = litdata.StreamingDataset(
             f"{shards.spec.url}/{shards.folder}",
             cache_dir=cache,
             shuffle=True,
-            storage_options=shards.options,
+            storage_options=make_boto3_options(shards.spec),
         )
         for sample in dataset:
             yield sample["txt"]
@@ -120,11 +111,7 @@ def read_litdata(shards: StoredShards) -> Iterator[Any]:
 
 def read_mds(shards: StoredShards) -> Iterator[Any]:
     """Read with ``streaming.StreamingDataset``, shuffled."""
-    options = shards.options
-    os.environ["S3_ENDPOINT_URL"] = options["endpoint_url"]
-    os.environ["AWS_ACCESS_KEY_ID"] = options["aws_access_key_id"]
-    os.environ["AWS_SECRET_ACCESS_KEY"] = options["aws_secret_access_key"]
-    os.environ["AWS_DEFAULT_REGION"] = options["region_name"]
+    export_to_streaming(shards.spec)
     streaming: Any = importlib.import_module("streaming.base")
     with tempfile.TemporaryDirectory() as cache:
         dataset = streaming.StreamingDataset(
@@ -138,18 +125,12 @@ def read_datasets(shards: StoredShards) -> Iterator[Any]:
     """Stream with ``datasets.load_dataset``, and shuffle its way."""
     import datasets
 
-    options = shards.options
-    storage = {
-        "key": options["aws_access_key_id"],
-        "secret": options["aws_secret_access_key"],
-        "client_kwargs": {"endpoint_url": options["endpoint_url"]},
-    }
     loaded: Any = datasets.load_dataset(
         "parquet",
         data_files=[f"{shards.spec.url}/{key}" for key in shards.keys],
         split="train",
         streaming=True,
-        storage_options=storage,
+        storage_options=make_s3fs_options(shards.spec),
     )
     for sample in loaded.shuffle(seed=0, buffer_size=5000):
         yield sample["txt"]

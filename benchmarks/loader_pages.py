@@ -1,9 +1,8 @@
 """Read random pages of 100 texts from an S3 store, and make packed tokens of 24 pages.
 
-Run it with ``python -m benchmarks.pages [--quick] [--json FILE]``. The texts are parts of Python's
-standard library of 2.6 kB on average. The store is a Ceph RGW on the loopback interface. All
-systems read the same pages, in files of the format ``pages``; Lance has the same rows in its own.
-Files are open before the measurement, with their footers.
+`benchmarks.loader` calls `run_pages`. The texts are parts of Python's standard library of 2.6 kB on
+average. All systems read the same pages, in files of the format ``pages``; Lance has the same rows
+in its own. Files are open before the measurement, with their footers.
 
 ``page``: one page after the other.
 
@@ -28,7 +27,6 @@ import asyncio
 import hashlib
 import random
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +44,6 @@ from benchmarks.common import (
     CpuTimer,
     Results,
     measure_process,
-    parse_options,
     print_table,
     rotate_systems,
 )
@@ -61,7 +58,6 @@ ROWS, PAGES, LENGTH, CONCURRENCY = 100, 24, 2048, 8
 VOCABULARY = 16_000
 BLOCK = 4 << 20  # of Templar's loader
 MIB = 1 << 20
-CAPACITY = 6 << 30
 
 ReadPage = Callable[[tuple[int, int]], list[str]]
 """Function that returns the texts of a page, given as the number of its file and its first row."""
@@ -481,9 +477,19 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
 
 
-def run(place: dict[str, Any], *, count: int, repeats: int) -> Results:
-    """Measure all systems in turn."""
-    results = Results("pages")
+def run_pages(folder: Path, server: RGW, results: Results, *, quick: bool) -> None:
+    """Measure all systems in turn, with pages in a new bucket, and add their values."""
+    credentials = make_credentials(server.full)
+    spec = {
+        "url": f"s3://{server.create_bucket('pages')}",
+        "endpoint": server.endpoint,
+        "credentials": {
+            "access_key_id": credentials.access_key_id,
+            "secret_access_key": credentials.secret_access_key.get_secret_value(),
+        },
+    }
+    place = upload(folder, spec, make_texts((20 if quick else 80) * MIB))
+    count, repeats = (20, 1) if quick else (60, 3)
     for repeat in range(repeats):
         digests: dict[tuple[str, str], float] = {}
         for system in rotate_systems(SYSTEMS, repeat):
@@ -495,7 +501,6 @@ def run(place: dict[str, Any], *, count: int, repeats: int) -> Results:
     for system in SYSTEMS:
         found = measure_process(measure_bytes, system, place, 0, count)
         results.add(PAGE, system, "kB_per_page", found.figures["kB_per_page"])
-    return results
 
 
 def _add(
@@ -520,7 +525,7 @@ def _check(digests: dict[tuple[str, str], float]) -> None:
             raise RuntimeError(f"{work}: the systems have different results: {digests}")
 
 
-def report(results: Results) -> None:
+def report_pages(results: Results) -> None:
     """Print the figures of both works, with ratios to the floor."""
     values = {(row.work, row.system, row.metric): row.value for row in results.compute_rows()}
     shown = {
@@ -544,30 +549,3 @@ def report(results: Results) -> None:
     cpu = results.compute_ratio(TOKENS, "templar-like", "millrace", "cpu_s")
     print(f"A page has {size:.2f} times the bytes of Lance's (goal: at most 1.2).")
     print(f"Tokens of 24 pages: {speed:.1f} times templar-like (goal: 5), CPU {cpu:.1f} times.")
-
-
-def main() -> None:
-    """Run all systems, and print two tables."""
-    options = parse_options("pages", __doc__)
-    with (
-        tempfile.TemporaryDirectory(prefix="millrace-bench-") as name,
-        RGW.start(Path(name) / "rgw", capacity=CAPACITY) as server,
-    ):
-        credentials = make_credentials(server.full)
-        spec = {
-            "url": f"s3://{server.create_bucket('pages')}",
-            "endpoint": server.endpoint,
-            "credentials": {
-                "access_key_id": credentials.access_key_id,
-                "secret_access_key": credentials.secret_access_key.get_secret_value(),
-            },
-        }
-        place = upload(Path(name), spec, make_texts((20 if options.quick else 80) * MIB))
-        count, repeats = (20, 1) if options.quick else (60, 3)
-        results = run(place, count=count, repeats=repeats)
-    report(results)
-    results.save(options.file)
-
-
-if __name__ == "__main__":
-    main()
