@@ -16,8 +16,8 @@ rate. The lower bound of a node is that of its own link.
 
 All connections between nodes are encrypted, which is the default. ``encryption`` copies the object
 of ``4 nodes`` to agents that are already running, with and without encryption. It measures the CPU
-time of all agents for each GB that a node receives. ``receiver`` copies an object from one node to
-another on this machine, and measures the CPU time of each of both for each GB.
+time of all agents for each GB that a node receives. ``receiver`` copies a checkpoint from one node
+to another on this machine, and measures the CPU time of each of both for each GB.
 
 ``planner`` measures the tracker alone: its CPU time for an event with 8, 64 and 256 nodes and 1,000
 pieces, and with 100 nodes and 10,000 pieces. It also copies one file of 1 kB to 64 agents in one
@@ -39,6 +39,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from benchmarks.checkpoints import JOB, make_state
 from benchmarks.common import (
     Results,
     Row,
@@ -53,7 +54,8 @@ from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
 from benchmarks.swarm_peers.zones import KEY, NODE, ZoneFigures, run_zones
-from millrace.storage import StoreSpec
+from millrace.checkpoints import Saver
+from millrace.storage import StoreSpec, open_store
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
 from millrace.swarm.agent import Agent
 from millrace.swarm.settings import LimitSettings
@@ -238,7 +240,7 @@ def run_receiver_row(results: Results, *, quick: bool) -> None:
 
 
 def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float]:
-    """Copy an object to one node of this machine, and then from it to another one.
+    """Copy a checkpoint to one node of this machine, and then from it to another one.
 
     Returns:
         Seconds of the second copy, and CPU seconds for each GB of both agents.
@@ -247,9 +249,9 @@ def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float
     tls.is_loopback = lambda host: is_plain  # there is no setting
     patch = f"import millrace.swarm.tls as tls; tls.is_loopback = lambda host: {is_plain}"
     (folder / "source").mkdir()
-    with (folder / "source" / "object").open("wb") as file:
-        for _ in range(size // MIB):
-            file.write(secrets.token_bytes(MIB))
+    source = open_store((folder / "source").as_uri())
+    with Saver(source, JOB) as saver:
+        saver.save(make_state(size, 0), step=0).result()
     key, agents, hosts = secrets.token_hex(16), list[int](), list[Host]()
     with ExitStack() as stack:
         for number in range(2):
@@ -267,9 +269,8 @@ def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float
             agents.append(agent.pid)
             hosts.append(Host(url=url, name=f"node-{number}"))
         settings = PrewarmSettings(
-            requests=(Request(key="object"),),
-            stores={"source": StoreSpec(url=(folder / "source").as_uri())},
-            root=folder,
+            requests=(Request(checkpoint=JOB),),
+            stores={"source": source.spec},
             nodes=Hosts(hosts=tuple(hosts[:1]), key=SecretStr(key)),
         )
         prewarm(settings)
