@@ -4,6 +4,9 @@ The first process writes the bucket (a folder): the weights of the run, and a gr
 worker. Each measured process is an aggregator after a restart. It loads the weights, reads the
 gradients, merges and applies them, commits the link, and saves a checkpoint. It is the only system.
 
+``merge, GB/s`` counts the float32 values that the gradients stand for. ``update over gradients`` is
+the size of the merged update over that of all gradients.
+
 The peaks of memory include the libraries. Dense gradients of 20 workers, in float32, would take 20
 times the memory of the weights.
 
@@ -141,7 +144,8 @@ def merge_one_window(
         read_link(store, SETTINGS.chain_keys, 0), SETTINGS.steps, SETTINGS.outer, SETTINGS.merge
     )
     with _time_stage(figures, "merge"):
-        merge_window(store, window, gathered, step, weights)
+        link = merge_window(store, window, gathered, step, weights)
+    figures["update over gradients"] = link.size / size
     figures["peak before the save"] = _read_peak()
     with _time_stage(figures, "save"):
         weights.save(store, SETTINGS.chain_keys.job, step=SETTINGS.steps, window=1)
@@ -220,14 +224,18 @@ def report(results: Results) -> None:
     for model, (width, layers) in MODELS.items():
         if (model, "peak") in values:
             size = 4 * 12 * width * width * layers / 1e6
+            speed = WORKERS * size / 1e3 / values[model, "merge, s"].value
+            update = values[model, "update over gradients"].value
             cells = [f"{values[model, f'{stage}, CPU s'].value:.1f}" for stage in STAGES]
             cells += [f"{values[model, f'{stage}, s'].value:.1f}" for stage in STAGES]
             peaks = [
                 f"{values[model, name].value:.0f}" for name in ("peak before the save", "peak")
             ]
-            lines.append([model, f"{size:.0f}", *peaks, *cells, str(values[model, "peak"].n)])
+            cells += [f"{speed:.1f}", f"{update:.3f}", str(values[model, "peak"].n)]
+            lines.append([model, f"{size:.0f}", *peaks, *cells])
     stages = [*(f"{stage}, CPU s" for stage in STAGES), *(f"{stage}, s" for stage in STAGES)]
-    print_table(["model", "weights, MB", "peak before the save", "peak, MB", *stages, "n"], lines)
+    stages += ["merge, GB/s", "update over gradients", "n"]
+    print_table(["model", "weights, MB", "peak before the save", "peak, MB", *stages], lines)
 
 
 def measure_ray(results: Results) -> None:

@@ -46,7 +46,7 @@ from benchmarks.common import (
 )
 from benchmarks.rig import DISK, GOODPUT, Host, Rig
 from benchmarks.rig.store import Store
-from millrace.testing.rgw import RGW
+from benchmarks.server_cores import start_store
 
 SAVING_SYSTEMS = ("millrace", "in_place", "torch-dcp", "boto3", "floor")
 LOADING_SYSTEMS = ("millrace", "load_into", "torch-dcp", "boto3", "floor")
@@ -460,7 +460,7 @@ def main() -> int:
         local = {"name": "folder", "folder": path, "spec": {"url": Path(path).as_uri()}}
         run_place(results, place | local, repeats=repeats)
         shutil.rmtree(path)
-        with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
+        with start_store(folder / "rgw", capacity=CAPACITY) as rgw:
             rgw.create_bucket("checkpoints")
             key = rgw.full
             credentials = {

@@ -261,17 +261,10 @@ def report(results: Results) -> None:
     print_table(["path", "hashes", "CPU s/GB", "hashing", "with SHA-256", "ratio", "n"], lines)
 
 
-def has_sha_instructions() -> bool:
-    """Decide whether the processor has instructions for SHA-256."""
-    words = set(Path("/proc/cpuinfo").read_text().split())
-    return not words.isdisjoint({"sha_ni", "sha2"})
-
-
 def main() -> int:
     """Measure, print the tables, and write the rows if asked."""
     asked = parse_options("digest", __doc__)
     results = Results("digest")
-    print(f"SHA-256 by instructions of the processor: {'yes' if has_sha_instructions() else 'no'}")
     run_speeds(results, size=(16 if asked.quick else 128) * MIB, repeats=2 if asked.quick else 7)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)

@@ -13,7 +13,8 @@ of a shard. ``last`` is the time from the last byte of the dataset to the call's
 run's state Completed. ``over`` is the sum of both, less the engine's. ``requests`` counts the HTTP
 requests and websockets in the server's access log, except for the worker's polls. ``imports`` and
 ``rest`` are CPU seconds of the flow's own process, without the engine's workers: until the flow
-begins, and from there on. Each server has an empty database.
+begins, and from there on. ``task run`` is one of many empty task runs in a flow that is called.
+Each server has an empty database.
 """
 
 import json
@@ -40,6 +41,7 @@ from millrace.testing.prefect_server import PrefectServerProcess
 from millrace.testing.process import REPOSITORY, Child
 
 SHARDS = (1, 100)
+TASKS = 100
 SYSTEMS = ("engine", "flow", "deployment")
 METRICS = ("first_s", "last_s", "over_s", "requests", "imports_cpu_s", "rest_cpu_s")
 CHARACTERS = 20_000  # of each row, and so of each shard
@@ -146,11 +148,18 @@ class Bench:
         for metric, value in figures.items():
             self.results.add(make_work_name(shards, self.database), system, metric, value)
 
-    def _call(self, system: str, parameters: dict[str, Any]) -> Timing:
-        command = [sys.executable, "-m", "benchmarks.sharding_call", system, json.dumps(parameters)]
-        log_size, began = self.server.log.stat().st_size, time.time()
+    def run_tasks(self) -> None:
+        """Measure the cost of one of many empty task runs."""
+        log_size = self.server.log.stat().st_size
+        told = self._run_script("task_calls", str(TASKS))
+        told["requests"] = self._count_requests(log_size) / TASKS
+        for metric, value in told.items():
+            self.results.add(f"task run, {self.database}", "prefect", metric, value)
+
+    def _run_script(self, script: str, *arguments: str) -> dict[str, float]:
+        """Run a script of this package with the server's API, and return what it printed."""
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", f"benchmarks.{script}", *arguments],
             cwd=REPOSITORY,
             env=self.server.environment,
             capture_output=True,
@@ -159,8 +168,12 @@ class Bench:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"The {system} failed:\n{done.stderr}")
-        told = json.loads(done.stdout)
+            raise RuntimeError(f"{script} {arguments[0]} failed:\n{done.stderr}")
+        return json.loads(done.stdout)
+
+    def _call(self, system: str, parameters: dict[str, Any]) -> Timing:
+        log_size, began = self.server.log.stat().st_size, time.time()
+        told = self._run_script("sharding_call", system, json.dumps(parameters))
         requests = self._count_requests(log_size)
         return Timing(
             began, told["ended"], told["imports"], told["cpu"] - told["imports"], requests
@@ -260,6 +273,9 @@ def start_bench(
         )
         if deploy.returncode:
             raise RuntimeError(f"millrace deploy failed:\n{deploy.stdout}{deploy.stderr}")
+        with SyncPrefectClient(server.url) as client:
+            for deployment in client.read_deployments():  # no run by schedule beside a measured one
+                client.pause_deployment(deployment.id)
         worker = Child(
             [str(programs_folder / "prefect"), "worker", "start", "--pool", "millrace"],
             log=folder / f"worker-{database}.log",
@@ -294,7 +310,8 @@ def report(results: Results) -> None:
     """Print the table."""
     values = {(row.work, row.system, row.metric): row for row in results.compute_rows()}
     lines = []
-    for work in dict.fromkeys(row.work for row in results.compute_rows()):
+    tasks = [row for row in results.compute_rows() if row.system == "prefect"]
+    for work in dict.fromkeys(row.work for row in results.compute_rows() if row not in tasks):
         for system in SYSTEMS:
             cells = [values.get((work, system, metric)) for metric in METRICS]
             shown = [
@@ -302,6 +319,8 @@ def report(results: Results) -> None:
             ]
             lines.append([work, system, *shown, str(cells[0].n if cells[0] else 0)])
     print_table(["work", "system", *METRICS, "n"], lines)
+    for row in tasks:
+        print(f"{row.work}: {row.value:.3f} {row.metric}")
     worst = max(row.value for row in results.compute_rows() if row.metric == "over_s")
     print(f"\nAt most {worst:.1f} s over the engine; the goal is {GOAL:g} s.")
 
@@ -324,6 +343,7 @@ def main() -> int:
                     for shards in SHARDS:
                         for system in rotate_systems(SYSTEMS, repeat):
                             bench.run(system, shards)
+                    bench.run_tasks()
     add_overhead(results)
     report(results)
     results.save(asked.file)

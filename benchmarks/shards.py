@@ -48,6 +48,7 @@ from benchmarks.common import (
 )
 from benchmarks.corpus import write_jsonl
 from benchmarks.endless import endless, make_endless_spec
+from benchmarks.server_cores import start_store
 from millrace import shard_dataset
 from millrace.datasets import (
     ExecutionSettings,
@@ -402,7 +403,7 @@ def main() -> int:
     options = parse_options("shards", __doc__)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
-        with RGW.start(folder / "rgw", capacity=CAPACITY) as rgw:
+        with start_store(folder / "rgw", capacity=CAPACITY) as rgw:
             bench = Bench(rgw, folder, quick=options.quick)
             bench.run_idle()
             bench.run_planning()

@@ -16,7 +16,8 @@ rate. The lower bound of a node is that of its own link.
 
 All connections between nodes are encrypted, which is the default. ``encryption`` copies the object
 of ``4 nodes`` to agents that are already running, with and without encryption. It measures the CPU
-time of all agents for each GB that a node receives.
+time of all agents for each GB that a node receives. ``receiver`` copies a checkpoint from one node
+to another on this machine, and measures the CPU time of each of both for each GB.
 
 ``planner`` measures the tracker alone: its CPU time for an event with 8, 64 and 256 nodes and 1,000
 pieces, and with 100 nodes and 10,000 pieces. It also copies one file of 1 kB to 64 agents in one
@@ -24,8 +25,10 @@ process.
 """
 
 import heapq
+import os
 import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,14 +39,24 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from benchmarks.common import Results, Row, parse_options, print_table, rotate_systems
+from benchmarks.checkpoints import JOB, make_state
+from benchmarks.common import (
+    Results,
+    Row,
+    measure_process,
+    parse_options,
+    print_table,
+    read_cpu_seconds,
+    rotate_systems,
+)
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.store import Store
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
-from benchmarks.swarm_peers.zones import ZoneFigures, run_zones
-from millrace.storage import StoreSpec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
+from benchmarks.swarm_peers.zones import KEY, NODE, ZoneFigures, run_zones
+from millrace.checkpoints import Saver
+from millrace.storage import StoreSpec, open_store
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
 from millrace.swarm.agent import Agent
 from millrace.swarm.settings import LimitSettings
 from millrace.swarm.tracker import STORE, PieceOrder, Tracker
@@ -215,6 +228,66 @@ def run_encryption_row(results: Results, *, quick: bool) -> None:
             results.add("encryption", system, "cpu_s_per_GB", figures.cpu_seconds / arrived)
 
 
+def run_receiver_row(results: Results, *, quick: bool) -> None:
+    """Copy an object from one node to another with and without encryption, alternately."""
+    size = (64 if quick else 512) * MIB
+    for repeat in range(1 if quick else 3):
+        for system in rotate_systems(("millrace", "unencrypted"), repeat):
+            with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
+                figures = measure_process(copy_to_second_node, Path(name), size, system).figures
+            for metric, value in figures.items():
+                results.add("receiver", system, metric, value)
+
+
+def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float]:
+    """Copy a checkpoint to one node of this machine, and then from it to another one.
+
+    Returns:
+        Seconds of the second copy, and CPU seconds for each GB of both agents.
+    """
+    is_plain = system == "unencrypted"
+    tls.is_loopback = lambda host: is_plain  # there is no setting
+    patch = f"import millrace.swarm.tls as tls; tls.is_loopback = lambda host: {is_plain}"
+    (folder / "source").mkdir()
+    source = open_store((folder / "source").as_uri())
+    with Saver(source, JOB) as saver:
+        saver.save(make_state(size, 0), step=0).result()
+    key, agents, hosts = secrets.token_hex(16), list[int](), list[Host]()
+    with ExitStack() as stack:
+        for number in range(2):
+            command = [sys.executable, "-c", f"{patch}\n{NODE}", "swarm", "node", "--port", "0"]
+            agent = subprocess.Popen(
+                [*command, "--root", str(folder / f"node-{number}")],
+                env=os.environ | {KEY: key},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(agent)
+            stack.callback(agent.terminate)
+            assert agent.stdout is not None
+            url = agent.stdout.readline().split()[-1]
+            agents.append(agent.pid)
+            hosts.append(Host(url=url, name=f"node-{number}"))
+        settings = PrewarmSettings(
+            requests=(Request(checkpoint=JOB),),
+            stores={"source": source.spec},
+            nodes=Hosts(hosts=tuple(hosts[:1]), key=SecretStr(key)),
+        )
+        prewarm(settings)
+        both = Hosts(hosts=tuple(hosts), key=SecretStr(key))
+        before = [read_cpu_seconds(pid) for pid in agents]
+        report = prewarm(settings.model_copy(update={"nodes": both}))
+        spent = [read_cpu_seconds(pid) - used for pid, used in zip(agents, before, strict=True)]
+    if not all(node.ready for node in report.nodes):
+        raise RuntimeError(f"Not all nodes are ready: {report.nodes}")
+    return {
+        "s": report.seconds - report.startup,
+        "receiver_cpu_s_per_GB": spent[1] / (size / 1e9),
+        "sender_cpu_s_per_GB": spent[0] / (size / 1e9),
+        "store_bytes_ratio": report.store_bytes / size,
+    }
+
+
 def run_planner(results: Results, *, quick: bool) -> None:
     """Measure the tracker alone in simulated time, and a copy of a small file in this process."""
     pieces = 200 if quick else 1000
@@ -291,6 +364,7 @@ def report(results: Results) -> None:
     print_works(values)
     print_shaped(values)
     print_encryption(values)
+    print_receiver(values)
     for (work, _, metric), row in values.items():
         if work.startswith(("planner", "1 kB")):
             print(f"{work}: {row.value:.3f} {metric}")
@@ -333,6 +407,19 @@ def print_shaped(values: Values) -> None:
         print()
 
 
+def print_receiver(values: Values) -> None:
+    """Print the table of the CPU time of the two agents of a copy."""
+    metrics = ("s", "receiver_cpu_s_per_GB", "sender_cpu_s_per_GB", "store_bytes_ratio")
+    lines = [
+        ["receiver", system, *(f"{values['receiver', system, one].value:.2f}" for one in metrics)]
+        for system in ("millrace", "unencrypted")
+        if ("receiver", system, "s") in values
+    ]
+    if lines:
+        print_table(["work", "system", *metrics], lines)
+        print()
+
+
 def print_encryption(values: Values) -> None:
     """Print the table of the runs with and without encryption."""
     if ("encryption", "floor", "s") not in values:
@@ -353,6 +440,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "zones": run_zone_rows,
     "mixed": run_mixed_row,
     "encryption": run_encryption_row,
+    "receiver": run_receiver_row,
     "works": run_works,
 }
 

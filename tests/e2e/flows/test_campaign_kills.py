@@ -23,7 +23,6 @@ def prewarm_reports(server: PrefectServer, dataset: str) -> list[str]:
     return [server.read_artifacts(run.id)["prewarm"] for run in runs]
 
 
-@pytest.mark.soak
 def test_a_campaign_killed_in_the_middle_ends_right(
     prefect_api: PrefectServer, vast: VastServer, repository: Path, tmp_path: Path
 ) -> None:
