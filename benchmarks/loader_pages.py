@@ -448,33 +448,30 @@ def relay(host: str, port: int) -> Iterator[tuple[int, list[int]]]:
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(host, port)
-        await asyncio.gather(
-            forward(reader, back, is_counted=False), forward(there, writer, is_counted=True)
-        )
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(
+                forward(reader, back, is_counted=False), forward(there, writer, is_counted=True)
+            )
 
     listening = socket.create_server(("127.0.0.1", 0))
-    loop = asyncio.new_event_loop()
+    loop, ended = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with await asyncio.start_server(connect, sock=listening) as server:
-            await server.serve_forever()
+        server = await asyncio.start_server(connect, sock=listening)
+        await ended.wait()
+        server.close()
 
     def run_loop() -> None:
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(serve())
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
 
     thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     try:
         yield listening.getsockname()[1], counted
     finally:
-        loop.call_soon_threadsafe(_cancel_tasks, loop)
+        loop.call_soon_threadsafe(ended.set)
         thread.join()
-
-
-def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
 
 
 def run_pages(folder: Path, server: RGW, results: Results, *, quick: bool) -> None:
