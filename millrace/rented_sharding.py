@@ -30,7 +30,6 @@ from millrace.progress import Progress, ignore_event
 from millrace.rentals import (
     CodeRepository,
     OfferRequest,
-    Program,
     RentalSettings,
     RentalSupervisor,
     RentalTimeouts,
@@ -331,14 +330,9 @@ def make_sharding_rental(config: PipelineSettings, vast: VastSettings) -> Rental
         store=config.store,
         account=vast.account,
         request=vast.request,
-        program=Program(
-            repo_url=vast.repo_url,
-            repo_ref=vast.repo_ref,
-            extras=vast.extras,
-            image=vast.image,
-            workdir=vast.workdir,
-            command=("millrace", "run", "--slot", "{slot}", _SETTINGS_FILE),
-            files={_SETTINGS_FILE: yaml.safe_dump(settings), **files},
+        program=vast.make_program(
+            ("millrace", "run", "--slot", "{slot}", _SETTINGS_FILE),
+            {_SETTINGS_FILE: yaml.safe_dump(settings), **files},
         ),
         machines=vast.machines,
         storage_grants=tuple(storage_grants),

@@ -11,7 +11,7 @@ from millrace.campaigns.worker import SharedWorkerSettings, make_training_progra
 from millrace.cleanup import CleanupKind, Rule
 from millrace.gradients import AggregationSettings, AggregatorSettings, RunSettings
 from millrace.keys.campaigns import CampaignKeys
-from millrace.rentals import LedgerSettings, RentalSettings
+from millrace.rentals import LedgerSettings, MachineSettings, RentalSettings
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import StoreSpec
 
@@ -148,10 +148,7 @@ class Training:
         program, storage_grants = make_training_program(
             self.worker_settings, self.write_store, machines
         )
-        return RentalSettings(
-            name=self.campaign,
-            store=ledger.store,
-            account=ledger.account,
+        settings = MachineSettings(
             request=machines.request,
             program=program,
             machines=self.options.workers,
@@ -159,6 +156,7 @@ class Training:
             role_arn=machines.role_arn,
             timeouts=machines.timeouts,
         )
+        return RentalSettings.make(self.campaign, ledger, settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,21 @@ class CodeRepository(BaseModel):
         "be empty or missing.",
     )
 
+    def make_program(
+        self, command: tuple[str, ...], files: dict[str, str], *, ports: tuple[int, ...] = ()
+    ) -> "Program":
+        """Return a program that runs a command of the repository.
+
+        Args:
+            command: Command in the folder of the clone.
+            files: Text files to write into that folder.
+            ports: Ports that the program listens on.
+        """
+        return Program(
+            repo_url=self.repo_url, repo_ref=self.repo_ref, extras=self.extras, image=self.image,
+            workdir=self.workdir, command=command, files=files, ports=ports,
+        )  # fmt: skip
+
 
 class Program(CodeRepository):
     """Program of each machine: a repository that is installed, and a command."""

@@ -79,14 +79,9 @@ def make_training_program(
     """
     keys = CampaignKeys(shared.campaign)
     granted, slot = describe_granted(store), f"${{{SLOT_VARIABLE}}}"
-    program = Program(
-        repo_url=repository.repo_url,
-        repo_ref=repository.repo_ref,
-        extras=repository.extras,
-        image=repository.image,
-        workdir=repository.workdir,
-        command=("millrace", "campaign", "worker", _SETTINGS_FILE),
-        files={_SETTINGS_FILE: render_worker_settings(shared, granted, granted, slot)},
+    program = repository.make_program(
+        ("millrace", "campaign", "worker", _SETTINGS_FILE),
+        {_SETTINGS_FILE: render_worker_settings(shared, granted, granted, slot)},
         ports=(NODE_PORT,) if shared.prewarm_timeout else (),
     )
     read_prefixes = keys.list_read_prefixes()
