@@ -250,10 +250,10 @@ def _open_floor(place: dict[str, Any]) -> ReadPage:
     def read(page: tuple[int, int]) -> list[str]:
         layout = layouts[place["paths"][page[0]]]
         group = int(np.searchsorted(layout.starts, page[1], "right")) - 1
-        pages = layout.groups[group][0].pages
-        assert pages is not None
-        number = int(np.searchsorted(pages.first_rows, page[1] - layout.starts[group], "right")) - 1
-        start, end = int(pages.offsets[number]), int(pages.ends[number])
+        part = layout.groups[group][0]
+        assert part.first_rows is not None
+        number = int(np.searchsorted(part.first_rows, page[1] - layout.starts[group], "right"))
+        start, end = part.bounds[number : number + 2].tolist()
         obstore.get_range(store.raw, place["paths"][page[0]], start=start, end=end)
         return []
 

@@ -94,6 +94,7 @@ _INDEX_STATES = {
     "stale": "was written after it was indexed",
     "missing": "was not indexed yet",
     "gone": "was indexed, and is gone",
+    "unchecked": "was indexed without checksums",
 }
 
 _prefix = click.option(
@@ -517,12 +518,22 @@ def status(location: str, name: str | None) -> CommandResult:
     metavar="PATTERN",
     help="Pattern of the paths of the files; may be given again.",
 )
+@click.option(
+    "--checksums",
+    is_flag=True,
+    help="Read the pages, 16 files at once, and store a checksum of each for loaders with mirrors.",
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the index is stale.")
 @print_result
-def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> CommandResult:
+def index(
+    url: str, column: str, include: tuple[str, ...], *, checksums: bool, check: bool
+) -> CommandResult:
     r"""Make the index of the pages of parquet files, so that loaders need not read each file's end.
 
     The index is stored beside the files. After files have changed, only their ends are read anew.
+
+    With --checksums, loaders also read copies in other stores whose ETag is another one. The pages
+    of the column are read once, where the index has no checksums of them yet.
 
     \b
     Example: millrace dataset index r2://ACCOUNT/BUCKET/my-dataset/shards/pages/train
@@ -530,7 +541,9 @@ def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> Co
     from millrace.datasets.loader.page_index import index_pages
 
     store = read_store(url)
-    report = index_pages(store, column, include=include, is_check=check)
+    report = index_pages(
+        store, column, include=include, includes_checksums=checksums, is_check=check
+    )
     for name, state in _INDEX_STATES.items():
         paths = getattr(report, name)
         for path in paths[:_SHOWN_FILES]:
@@ -542,7 +555,8 @@ def index(url: str, column: str, include: tuple[str, ...], *, check: bool) -> Co
     state = "was made" if report.is_new else "is current" if report.is_current else "is stale"
     echo(
         f"The index of {column!r} {state}: {format_count(report.files, 'file')}, "
-        f"{format_count(report.rows, 'row')}, {format_size(report.size)}."
+        f"{format_count(report.rows, 'row')}, {format_size(report.size)}. Files with checksums: "
+        f"{report.checked}."
     )
     return CommandResult(report, 1 if report.differing or not report.is_current else 0)
 

@@ -36,6 +36,7 @@ class IndexedFile(RecordPart):
             turn.
         start: Offset of its layout in the object with all layouts.
         end: Offset after its layout.
+        has_checksums: Whether its layout has checksums of the pages.
     """
 
     path: str
@@ -44,6 +45,7 @@ class IndexedFile(RecordPart):
     row_groups: Annotated[tuple[int, ...], AfterValidator(_check_row_groups)]
     start: int = Field(ge=0)
     end: int = Field(ge=0)
+    has_checksums: bool
 
 
 class PageIndex(Record):
@@ -58,6 +60,7 @@ class PageIndex(Record):
     """
 
     record_kind: ClassVar[str] = "page-index"
+    record_version: ClassVar[int] = 2  # with checksums
     record_bytes: ClassVar[int] = 64 << 20
     column: str
     layouts: ObjectKey

@@ -2,8 +2,8 @@
 
 Keys are relative to the URL of each store. Reads take turns by the measured rate of the stores. A
 read that fails goes on elsewhere. A read that takes longer than nearly all before is also sent to
-another store, within a budget of further requests. A copy is used once it is proven equal: by its
-ETag, by a digest, or by a check of the caller. It is then read by the ETag that it had.
+another store, within a budget of further requests. Copies with the ETag of the listing are equal.
+Others are used only if the caller checks all bytes, and each range is checked.
 """
 
 import logging
@@ -17,12 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from millrace import errors
-from millrace.storage.copy_reader import (
-    CopyReader,
-    UnprovenCopyError,
-    UnsampledCopyError,
-    WantedRange,
-)
+from millrace.storage.copy_reader import CopyReader, UnprovenCopyError, WantedRange
 from millrace.storage.mirror_locations import CopyLocation, MirrorReport
 from millrace.storage.mirror_policy import (
     CircuitBreaker,
@@ -37,7 +32,6 @@ from millrace.storage.mirrored_objects import (
     FetchedRange,
     MirroredObject,
     ObjectTable,
-    find_sample_start,
 )
 from millrace.storage.open import Store
 from millrace.storage.retry import draw_backoff
@@ -128,9 +122,7 @@ class MirroredReader:
         self.stores = tuple(stores)
         self._budget, self._turns = HedgeBudget(self._policy), WeightedTurns()
         self._durations, self._objects = DurationWindow(), ObjectTable()
-        self._copies = CopyReader(
-            self._locations, self._budget, self._durations, clock, self._retry_seconds
-        )
+        self._copies = CopyReader(self._locations, self._budget, self._durations, clock)
         self._lock = threading.Lock()
         self._reads = 0
         self._is_closed = False
@@ -158,21 +150,20 @@ class MirroredReader:
             item: The object.
             start: Offset of the first byte.
             end: Offset after the last byte.
-            check: Function that checks the bytes. With it, a copy that no ETag and no digest proves
-                is used if its bytes pass the check.
+            check: Function that checks the bytes. With it, any copy is used whose bytes pass the
+                check. Without it, copies with the ETag of the listing are used only.
 
         Raises:
             MillraceError: No location has the bytes. The message has the reason of each.
         """
         while True:
-            fetched = self.fetch(item, start, end, allow_unproven=check is not None)
+            fetched = self.fetch(item, start, end, is_checked=check is not None)
             try:
                 if check is not None:
                     check(fetched.data)
             except errors.CorruptError as error:
                 self.reject(item, fetched, str(error))
                 continue
-            self.confirm(item, fetched)
             return fetched.data
 
     def fetch(
@@ -181,7 +172,7 @@ class MirroredReader:
         start: int,
         end: int,
         *,
-        allow_unproven: bool = False,
+        is_checked: bool = False,
         avoid: Collection[int] = (),
     ) -> FetchedRange:
         """Return the bytes of an object between two offsets, with the copy that they are from.
@@ -190,8 +181,8 @@ class MirroredReader:
             item: The object.
             start: Offset of the first byte.
             end: Offset after the last byte.
-            allow_unproven: Whether the bytes may be of a copy that is not proven yet. The caller
-                then checks the bytes, and calls `confirm` or `reject`.
+            is_checked: Whether the caller checks the bytes, and calls `reject` if they differ. Any
+                copy is read then, and otherwise those with the ETag of the listing.
             avoid: Numbers of locations that are not read.
 
         Raises:
@@ -199,18 +190,16 @@ class MirroredReader:
         """
         state = self._objects.get(item)
         if start >= end:
-            return FetchedRange(b"", 0, "", is_proven=True)
+            return FetchedRange(b"", 0)
         with self._lock:
             self._reads += 1
         self._budget.add_read()
         deadline = self._clock() + self._retry_seconds
         failures = 0
         while True:
-            race = _Race(WantedRange(item, state, start, end, allow_unproven))
+            race = _Race(WantedRange(item, state, start, end, is_checked))
             fetched = self._run_race(race, avoid)
             if fetched is not None:
-                if any(isinstance(error, UnsampledCopyError) for error in race.faults.values()):
-                    self._read_sample(item, state)
                 return fetched
             pause = draw_backoff(failures)
             failures += 1
@@ -218,32 +207,22 @@ class MirroredReader:
                 isinstance(error, errors.UnavailableError) for error in race.faults.values()
             )
             if self._is_closed or not is_transient or self._clock() + pause >= deadline:
-                self._objects.forget(item)  # a later read tries again
-                raise self._make_error(race)
+                error = self._make_error(race)
+                state.faults.clear()  # a later read tries again
+                raise error
             time.sleep(pause)
 
-    def confirm(self, item: MirroredObject, fetched: FetchedRange) -> None:
-        """Note that bytes have passed the check of the caller: their copy is read from now on."""
-        if not fetched.is_proven:
-            self._objects.get(item).pin(fetched.location, fetched.etag)
+    def name_unproven(self, item: MirroredObject) -> list[str]:
+        """Return the locations whose copy is read only if its bytes are checked, as is known."""
+        wanted = WantedRange(item, self._objects.get(item), 0, item.size, is_checked=False)
+        return [self._locations[number].name for number in self._list_unproven(wanted)]
 
     def reject(self, item: MirroredObject, fetched: FetchedRange, reason: str) -> None:
-        """Leave out the copy of an object, since its bytes do not pass the check of the caller."""
-        error = errors.CorruptError(reason)
-        self._leave_out(self._locations[fetched.location], item, self._objects.get(item), error)
-
-    def _read_sample(self, item: MirroredObject, state: CopyStates) -> None:
-        """Read the end of a proven copy, so that later reads can compare other copies with it."""
-        if not state.lock.acquire(blocking=False):  # another thread reads it
-            return
-        try:
-            if state.sample is None:
-                self._budget.spend()
-                start = find_sample_start(item.size)
-                wanted = WantedRange(item, state, start, item.size, allow_unproven=False)
-                self._run_race(_Race(wanted), ())
-        finally:
-            state.lock.release()
+        """Leave out the copy that a range is from, whose bytes the caller does not use."""
+        location = self._locations[fetched.location]
+        with location.lock:
+            location.served -= len(fetched.data)
+        self._leave_out(location, item, self._objects.get(item), errors.CorruptError(reason))
 
     # Race of the locations for one range.
 
@@ -336,7 +315,7 @@ class MirroredReader:
             for location in self._locations
             if location.number not in tried
             and not location.is_dropped
-            and self._copies.can_prove(race.wanted, location)
+            and self._copies.can_use(race.wanted, location)
         ]
 
     def _take_turn(self, available: Sequence[CopyLocation]) -> CopyLocation:
@@ -379,11 +358,9 @@ class MirroredReader:
         try:
             if race.is_over:
                 return
-            fetched = self._copies.read(race.wanted, location, lambda: race.is_over)
+            data = self._copies.read(race.wanted, location, lambda: race.is_over)
             location.breaker.note_success()
-            if fetched.is_proven:
-                wanted = race.wanted
-                wanted.state.keep_sample(wanted.item.size, wanted.start, fetched.data)
+            fetched = FetchedRange(data, number)
             race.outcomes.put(_Outcome(number, is_hedge, fetched=fetched))
         except errors.StoppedError:
             race.outcomes.put(_Outcome(number, is_hedge))
@@ -404,6 +381,10 @@ class MirroredReader:
             self._count_failure(location, error)
             return
         self._leave_out(location, race.wanted.item, race.wanted.state, error)
+
+    def _list_unproven(self, wanted: WantedRange) -> list[int]:
+        """Return the numbers of the locations whose copies can only be read if they are checked."""
+        return [one.number for one in self._locations if not self._copies.can_use(wanted, one)]
 
     # Counts and messages.
 
@@ -450,7 +431,7 @@ class MirroredReader:
         if is_missing and location.served == 0:
             location.breaker.note_failure()  # the bucket may be missing
         if not is_missing or is_first_missing:
-            reason = "it has no such object" if is_missing else str(error)
+            reason = "it has no such object" if is_missing else str(error).rstrip(".")
             logger.warning("%s is not used for %s: %s.", location.name, item.key, reason)
         if drops:
             logger.warning(
@@ -460,7 +441,9 @@ class MirroredReader:
 
     def _make_error(self, race: _Race) -> errors.MillraceError:
         """Return the error for bytes that no location has, with the reason of each."""
-        faults = {**race.wanted.state.faults, **race.faults}
+        wanted = race.wanted
+        faults = {**wanted.state.faults, **race.faults}
+        faults |= {number: UnprovenCopyError() for number in self._list_unproven(wanted)}
         order = (errors.UnavailableError, errors.DeniedError, errors.CorruptError,
                  errors.ChangedError, errors.NotFoundError)  # fmt: skip
         kind = next(
@@ -474,6 +457,6 @@ class MirroredReader:
         if left_out:
             reasons.append(f"Left out, since their objects differ: {', '.join(left_out)}.")
         return kind(
-            f"{race.wanted.item.key} cannot be read from any of {len(self._locations)} locations. "
+            f"{wanted.item.key} cannot be read from any of {len(self._locations)} locations. "
             "Read it again when one answers, or restore the object.\n" + "\n".join(reasons)
         )

@@ -70,7 +70,7 @@ class _Download:
         item = self._item
         is_own = get_algorithm(item.digest) is Algorithm.BLAKE3
         hasher = None if is_own else make_hasher(get_algorithm(item.digest))
-        copies: dict[int, FetchedRange] = {}
+        copies = set[FetchedRange]()
         joined, offset = b"", 0
         try:
             for fetched, blocks in self._read_parts(avoid, is_own=is_own):
@@ -78,7 +78,7 @@ class _Download:
                 joined += blocks
                 if hasher is not None:
                     hasher.update(fetched.data)
-                copies[fetched.location] = fetched._replace(data=b"")
+                copies.add(fetched._replace(data=b""))
         except errors.MillraceError as error:
             if not avoid:
                 raise
@@ -86,11 +86,9 @@ class _Download:
             return False
         found = hasher.compute() if hasher else combine_blocks(joined or hash_blocks(b""))
         if found == item.digest:
-            for fetched in copies.values():
-                self._reader.confirm(item, fetched)
             return True
         if len(copies) == 1:
-            (fetched,) = copies.values()
+            (fetched,) = copies
             self._reader.reject(item, fetched, "its bytes do not have the digest of the object")
         return False
 
@@ -134,7 +132,7 @@ class _Download:
         end = min(item.size, start + _PART_BYTES)
         expected = slice_blocks(item.blocks, range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)))
         while True:
-            fetched = self._reader.fetch(item, start, end, allow_unproven=True, avoid=avoid)
+            fetched = self._reader.fetch(item, start, end, is_checked=True, avoid=avoid)
             blocks = hash_blocks(fetched.data) if is_own else b""
             if not expected or not find_differing_blocks(blocks, expected):
                 break

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from millrace import errors
 from millrace.datasets import thrift
-from millrace.datasets.loader.mirrored_files import Decoded, read_checked
+from millrace.datasets.loader.mirrored_files import RangeCheck, read_checked
 from millrace.datasets.sources.files import SourceFiles
 from millrace.datasets.sources.reader import SourceFileReader
 from millrace.datasets.thrift import Value
@@ -43,28 +44,11 @@ _KEPT = (_TYPE, _ENCODINGS, _PATH, _CODEC)
 _DATA_OFFSET, _DICTIONARY_OFFSET = 9, 11
 _LOCATIONS = 1  # of an offset index
 _OFFSET, _SIZE, _FIRST_ROW = 1, 2, 3  # of the location of a page
-_PAGE_RAW_BYTES, _PAGE_BYTES, _PAGE_CRC, _PAGE_V1, _PAGE_V2 = 2, 3, 4, 5, 8  # of its header
+_PAGE_RAW_BYTES, _PAGE_BYTES, _PAGE_V1, _PAGE_V2 = 2, 3, 5, 8  # of its header
 _PAGE_VALUES = 1  # of the part of the header for data pages
 
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 _DAMAGE: tuple[type[Exception], ...] = (*_PARSE_ERRORS, OSError, pa.ArrowException)
-
-
-class Pages(NamedTuple):
-    """Pages of a column in a row group.
-
-    Attributes:
-        offsets: Offset of each page in the file.
-        ends: Offset of the byte after each page.
-        first_rows: First row of each page in the row group.
-    """
-
-    offsets: Numbers
-    ends: Numbers
-    first_rows: Numbers
-
-
-_NO_PAGES = Pages(*(np.zeros(0, np.int64) for _ in Pages._fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +57,23 @@ class ColumnPart:
 
     Attributes:
         metadata: Its metadata, without statistics. Without pages, it has the size of its values.
-        start: Offset of its first byte in the file.
-        data: Offset of its first data page. A dictionary is before it.
-        end: Offset of the byte after it.
-        pages: Its pages; None without an offset index.
+        bounds: Offsets in the file: of its dictionary, of each data page, and of the end. Without
+            an offset index, all data pages together are as one.
+        first_rows: First row of each data page in the row group; None without an offset index.
+        checksums: CRC-32 of the bytes between each bound and the next; None if they are not known.
     """
 
     metadata: Fields
-    start: int
-    data: int
-    end: int
-    pages: Pages | None
+    bounds: Numbers
+    first_rows: Numbers | None
+    checksums: Numbers | None = None
 
     @property
     def memory(self) -> int:
         """Bytes of its values before compression, as far as they are known."""
         stated = self.metadata.get(_RAW_BYTES)
         known = stated.content if stated and stated.kind == thrift.I64 else 0
-        return max(known, self.end - self.start)
+        return max(known, int(self.bounds[-1] - self.bounds[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +96,6 @@ class ColumnLayout:
     def rows(self) -> int:
         """Number of rows of the file."""
         return int(self.starts[-1])
-
-    @property
-    def has_pages(self) -> bool:
-        """True if all rows are read by single pages."""
-        return all(len(parts) == 1 and parts[0].pages is not None for parts in self.groups)
 
 
 class ReadRows(NamedTuple):
@@ -172,6 +150,38 @@ def read_layout(files: SourceFiles, file: FileRef, column: str) -> ColumnLayout:
         raise _make_damage_error(url, error) from error
 
 
+def compute_checksums(files: SourceFiles, file: FileRef, layout: ColumnLayout) -> ColumnLayout:
+    """Return a layout with the checksums of its pages. Reads the column once, block by block.
+
+    Args:
+        files: Files that the file is one of.
+        file: The file.
+        layout: Layout of the column in the file.
+
+    Raises:
+        ChangedError: The file has changed or is gone.
+    """
+    groups = [
+        [replace(part, checksums=_compute_checksums(files, file, part)) for part in parts]
+        for parts in layout.groups
+    ]
+    return ColumnLayout(layout.schema, groups, layout.starts, estimate_layout_size(groups))
+
+
+def _compute_checksums(files: SourceFiles, file: FileRef, part: ColumnPart) -> Numbers:
+    position, *ends = part.bounds.tolist()
+    checksums, number = [0] * len(ends), 0
+    for block in files.iterate_blocks(file, position, ends[-1]):
+        view = memoryview(block)
+        while view:
+            while ends[number] == position:  # also where there is no dictionary
+                number += 1
+            data = view[: ends[number] - position]
+            checksums[number] = crc32(data, checksums[number])
+            position, view = position + len(data), view[len(data) :]
+    return np.array(checksums, np.int64)
+
+
 def measure_groups(layout: ColumnLayout, start: int, end: int) -> int:
     """Return about the memory of the largest row group that is fetched whole for some rows.
 
@@ -189,7 +199,7 @@ def measure_groups(layout: ColumnLayout, start: int, end: int) -> int:
 
 def _measure_whole(parts: Sequence[ColumnPart]) -> int:
     """Return about the memory of a row group; 0 if single pages of it are read."""
-    if len(parts) == 1 and parts[0].pages is not None:
+    if len(parts) == 1 and parts[0].first_rows is not None:
         return 0
     return sum(part.memory for part in parts)
 
@@ -238,7 +248,7 @@ def read_rows(
                 parts, group_end - group_start, lower - group_start, upper - group_start
             )
             decode = partial(_fetch_column, schema=layout.schema, wanted=wanted)
-            values = read_checked(files, file, decode, _DAMAGE)
+            values = read_checked(files, file, decode, wanted.make_check(), _DAMAGE)
         except MemoryError:  # Arrow's is an `ArrowException`, too
             raise
         except _DAMAGE as error:
@@ -258,7 +268,7 @@ class _Wanted(NamedTuple):
     """Parts of a column to fetch, and the rows that they hold.
 
     Attributes:
-        parts: The parts, each from the offset of its first data page to the end of the last one.
+        parts: The parts, each with the numbers of the bounds of the first data page and of the end.
         rows: Number of rows.
         skipped: Number of rows before the first wanted row.
         is_exact: Whether the parts are single pages.
@@ -272,59 +282,76 @@ class _Wanted(NamedTuple):
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges of the file: dictionaries and data pages."""
-        for part, start, end in self.parts:
-            if part.start < part.data < start:
-                yield part.start, part.data
-            yield (part.start if start == part.data else start), end
+        for part, first, last in self.parts:
+            start, data = map(int, part.bounds[:2])
+            wanted, end = int(part.bounds[first]), int(part.bounds[last])
+            if start < data < wanted:
+                yield start, data
+            yield (start if wanted == data else wanted), end
+
+    def make_check(self) -> RangeCheck | None:
+        """Return a function that checks the pages in fetched bytes; None without checksums."""
+        if any(part.checksums is None for part, _, _ in self.parts):
+            return None
+        return self._check
+
+    def _check(self, offset: int, data: bytes) -> None:
+        """Compare the checksums of the wanted pages that are within fetched bytes.
+
+        Raises:
+            CorruptError: A page has another checksum.
+        """
+        view = memoryview(data)
+        for part, first, last in self.parts:
+            for number in (0, *range(first, last)):
+                start, end = (part.bounds[number : number + 2] - offset).tolist()
+                if (
+                    part.checksums is not None
+                    and 0 <= start <= end <= len(view)
+                    and crc32(view[start:end]) != part.checksums[number]
+                ):
+                    raise errors.CorruptError(
+                        f"its bytes {offset + start:,} to {offset + end:,} do not have the "
+                        "checksum in the index of the pages"
+                    )
 
 
 def _select_pages(parts: list[ColumnPart], group_rows: int, lower: int, upper: int) -> _Wanted:
     """Return the pages with the rows from `lower` to `upper` of a row group."""
-    pages = parts[0].pages
-    if len(parts) > 1 or pages is None:
-        whole = [(part, part.data, part.end) for part in parts]
+    first_rows = parts[0].first_rows
+    if len(parts) > 1 or first_rows is None:
+        whole = [(part, 1, len(part.bounds) - 1) for part in parts]
         return _Wanted(whole, group_rows, lower, is_exact=False)
-    first = int(np.searchsorted(pages.first_rows, lower, "right")) - 1
-    last = int(np.searchsorted(pages.first_rows, upper, "left"))
-    before = int(pages.first_rows[first])
-    after = int(pages.first_rows[last]) if last < len(pages.offsets) else group_rows
-    wanted = parts[0], int(pages.offsets[first]), int(pages.ends[last - 1])
-    return _Wanted([wanted], after - before, lower - before, is_exact=True)
+    first = int(np.searchsorted(first_rows, lower, "right"))
+    last = int(np.searchsorted(first_rows, upper, "left")) + 1
+    before = int(first_rows[first - 1])
+    after = int(first_rows[last - 1]) if last <= len(first_rows) else group_rows
+    return _Wanted([(parts[0], first, last)], after - before, lower - before, is_exact=True)
 
 
-def _fetch_column(
-    reader: SourceFileReader, schema: list[Fields], wanted: _Wanted
-) -> Decoded[Array]:
-    """Fetch pages, and decode them. Checksums of pages are verified, where they have some."""
-    body, is_checked = _fetch_file(reader, schema, wanted)
-    return Decoded(_decode(body, wanted.rows), is_checked=is_checked)
+def _fetch_column(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> Array:
+    """Fetch pages, and decode them. Checksums in their headers are verified, where there are."""
+    return _decode(_fetch_file(reader, schema, wanted), wanted.rows)
 
 
-def _fetch_file(
-    reader: SourceFileReader, schema: list[Fields], wanted: _Wanted
-) -> tuple[bytes, bool]:
-    """Fetch pages, and make a parquet file of one row group that has them alone.
-
-    Returns:
-        The file, and whether all pages have a checksum.
-    """
+def _fetch_file(reader: SourceFileReader, schema: list[Fields], wanted: _Wanted) -> bytes:
+    """Fetch pages, and return a parquet file of one row group that has them alone."""
     reader.hold(reader.fetch(wanted.ranges))
     body = [_MAGIC]
     position = len(_MAGIC)
     chunks: list[Fields] = []
-    raw, is_checked = 0, True
-    for part, start, end in wanted.parts:
-        dictionary = _read_range(reader, part.start, part.data)
-        data = _read_range(reader, start, end)
-        counts, of_dictionary = _inspect_pages(data), _inspect_pages(dictionary)
-        raw += counts.raw_bytes + of_dictionary.raw_bytes
-        is_checked &= counts.have_checksums and of_dictionary.have_checksums
+    raw = 0
+    for part, first, last in wanted.parts:
+        dictionary = _read_range(reader, *part.bounds[:2].tolist())
+        data = _read_range(reader, int(part.bounds[first]), int(part.bounds[last]))
+        values, raw_bytes = _inspect_pages(data)
+        raw += raw_bytes + _inspect_pages(dictionary)[1]
         if raw > _MAX_RAW_BYTES:
             raise OSError("its pages have more than 1 GiB of values")
         offset = position + len(dictionary)
         metadata = part.metadata | {
-            _VALUES: Value(thrift.I64, counts.values),
-            _RAW_BYTES: Value(thrift.I64, counts.raw_bytes),
+            _VALUES: Value(thrift.I64, values),
+            _RAW_BYTES: Value(thrift.I64, raw_bytes),
             _BYTES: Value(thrift.I64, len(dictionary) + len(data)),
             _DATA_OFFSET: Value(thrift.I64, offset),
         }
@@ -347,8 +374,7 @@ def _fetch_file(
             _GROUPS: Value(thrift.LIST, [group], thrift.STRUCT),
         }
     )
-    file = b"".join([*body, footer, len(footer).to_bytes(4, "little"), _MAGIC])
-    return file, is_checked
+    return b"".join([*body, footer, len(footer).to_bytes(4, "little"), _MAGIC])
 
 
 def _decode(body: bytes, rows: int) -> Array:
@@ -360,35 +386,19 @@ def _decode(body: bytes, rows: int) -> Array:
     return column
 
 
-class _PageHeaders(NamedTuple):
-    """Contents of the headers of some pages.
-
-    Attributes:
-        values: Number of values.
-        raw_bytes: Bytes before compression.
-        have_checksums: Whether each page has a checksum.
-    """
-
-    values: int
-    raw_bytes: int
-    have_checksums: bool
-
-
-def _inspect_pages(pages: bytes) -> _PageHeaders:
-    """Read the headers of some pages."""
+def _inspect_pages(pages: bytes) -> tuple[int, int]:
+    """Return the number of values of some pages, and their bytes before compression."""
     values = raw = position = 0
-    have_checksums = True
     while position < len(pages):
         header, after = thrift.decode_struct(pages, position)
         raw += after - position + header[_PAGE_RAW_BYTES].content
-        have_checksums &= _PAGE_CRC in header
         for kind in (_PAGE_V1, _PAGE_V2):
             if kind in header:
                 values += header[kind].content[_PAGE_VALUES].content
         position = after + header[_PAGE_BYTES].content
         if position <= after - 1 or position > len(pages):
             raise thrift.ThriftError("a page has another size than its header says")
-    return _PageHeaders(values, raw, have_checksums)
+    return values, raw
 
 
 def _read_range(reader: SourceFileReader, start: int, end: int) -> bytes:
@@ -449,11 +459,7 @@ def _make_layout(
     for parts, count in zip(found, rows[1:], strict=True):
         (part, index), *more = parts
         if index and not more:
-            pages = _read_pages(_read_range(reader, *index), part, count)
-            metadata = {number: part.metadata[number] for number in _KEPT}
-            # Some writers name the dictionary as the first data page.
-            data = int(pages.offsets[0])
-            groups.append([replace(part, metadata=metadata, data=data, pages=pages)])
+            groups.append([_add_pages(part, _read_range(reader, *index), count)])
         else:
             groups.append([part for part, _ in parts])
     return ColumnLayout(schema, groups, starts, estimate_layout_size(groups))
@@ -462,8 +468,8 @@ def _make_layout(
 def estimate_layout_size(groups: Sequence[Sequence[ColumnPart]]) -> int:
     """Return about the memory of the row groups of a layout in bytes."""
     parts = [part for group in groups for part in group]
-    pages = (3 * part.pages.offsets.nbytes for part in parts if part.pages is not None)
-    return _PART_BYTES * len(parts) + sum(pages)
+    arrays = (one for part in parts for one in (part.bounds, part.first_rows, part.checksums))
+    return _PART_BYTES * len(parts) + sum(one.nbytes for one in arrays if one is not None)
 
 
 def _make_part(chunk: Fields, rows: int) -> tuple[ColumnPart, tuple[int, int] | None]:
@@ -471,39 +477,43 @@ def _make_part(chunk: Fields, rows: int) -> tuple[ColumnPart, tuple[int, int] | 
     metadata: Fields = chunk[_METADATA].content
     kept = {number: metadata[number] for number in (*_KEPT, _RAW_BYTES)}
     if rows == 0:  # it has no pages, and pyarrow writes no place
-        return ColumnPart(kept, 0, 0, 0, _NO_PAGES), None
+        return ColumnPart(kept, np.zeros(2, np.int64), np.zeros(0, np.int64)), None
     data = metadata[_DATA_OFFSET].content
     start = data
     if dictionary := metadata.get(_DICTIONARY_OFFSET):
         start = min(start, dictionary.content) if dictionary.content > 0 else start
-    part = ColumnPart(kept, start, data, start + metadata[_BYTES].content, None)
-    if not 0 < part.start <= part.data <= part.end:
+    end = start + metadata[_BYTES].content
+    if not 0 < start <= data <= end:
         raise thrift.ThriftError("a column has no place in the file")
+    part = ColumnPart(kept, np.array([start, data, end], np.int64), None)
     if _INDEX_OFFSET not in chunk or not chunk[_INDEX_SIZE].content:
         return part, None
     offset = chunk[_INDEX_OFFSET].content
     return part, (offset, offset + chunk[_INDEX_SIZE].content)
 
 
-def _read_pages(index: bytes, part: ColumnPart, rows: int) -> Pages:
-    """Return the pages of an offset index."""
+def _add_pages(part: ColumnPart, index: bytes, rows: int) -> ColumnPart:
+    """Return a part of a column with the pages of its offset index."""
     locations = thrift.decode_struct(index)[0][_LOCATIONS].content
     table = np.array(
         [[one[_OFFSET].content, one[_SIZE].content, one[_FIRST_ROW].content] for one in locations],
         np.int64,
     ).reshape(-1, 3)
     offsets, sizes, first_rows = table.T
-    ends = offsets + sizes
+    start, data, end = part.bounds
+    # Some writers name the dictionary as the first data page.
+    bounds = np.concatenate([[start], offsets, offsets[-1:] + sizes[-1:]])
     if (
-        (len(offsets) == 0) != (rows == 0)
+        len(offsets) == 0
         or (sizes <= 0).any()
-        or (offsets[1:] < ends[:-1]).any()
+        or (np.diff(bounds[1:]) != sizes).any()
         or (np.diff(first_rows) <= 0).any()
-        or (len(offsets) and not part.data <= offsets[0] <= ends[-1] <= part.end)
-        or (len(offsets) and not 0 == first_rows[0] <= first_rows[-1] < rows)
+        or not data <= bounds[1] <= bounds[-1] <= end
+        or not 0 == first_rows[0] <= first_rows[-1] < rows
     ):
         raise thrift.ThriftError("its offset index does not fit its pages")
-    return Pages(*(np.ascontiguousarray(one) for one in (offsets, ends, first_rows)))
+    metadata = {number: part.metadata[number] for number in _KEPT}
+    return ColumnPart(metadata, bounds, np.ascontiguousarray(first_rows))
 
 
 def _make_size_error(url: str, parts: Sequence[ColumnPart]) -> errors.ConfigurationError:

@@ -19,7 +19,7 @@ from millrace.datasets.loader.mirrored_files import (
 )
 from millrace.digest import BLOCK_SIZE, combine_blocks, hash_blocks, slice_blocks
 from millrace.errors import ConfigurationError, CorruptError, MillraceError
-from millrace.storage import Backend, Store, StoreSpec, head
+from millrace.storage import Backend, Store, StoreSpec
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.storage.mirrored import Check, MirroredReader
 from millrace.storage.mirrored_download import download
@@ -62,7 +62,6 @@ class DatasetFiles:
         self._cache, self._warmed = cache, tuple(warmed)
         self._lock = threading.Lock()
         self._has_warned = self.has_warned_of_copies = False
-        self._objects: dict[str, MirroredObject] = {}
         self._lent: dict[Path, list[LentFile]] = {}
 
     @property
@@ -92,46 +91,15 @@ class DatasetFiles:
                 logger.warning("%s Another location is asked.", error)
         return call(last)
 
-    def register(self, key: str, size: int, digest: str, *, blocks: bytes = b"") -> None:
-        """Tell the size and the digest of a file, for `read_range`.
-
-        Args:
-            key: Key of the file.
-            size: Size in bytes.
-            digest: Digest of the file, from the manifest.
-            blocks: Joined digests of its blocks. With them, the first range of each copy is
-                verified alone, and otherwise by a whole read.
-        """
-        with self._lock:
-            self._objects[key] = MirroredObject(key, size, digest=digest, blocks=blocks)
-
-    def read_range(self, key: str, start: int, end: int, *, check: Check | None = None) -> bytes:
+    def read_object(self, item: MirroredObject, start: int, end: int, *, check: Check) -> bytes:
         """Return the bytes of a file between two offsets.
-
-        A file that is not registered is read as its first location has it: one more request, once.
-
-        Args:
-            key: Key of the file.
-            start: Offset of the first byte.
-            end: Offset after the last byte.
-            check: Function that raises `CorruptError` for damaged bytes, which are then read
-                elsewhere.
-
-        Raises:
-            MillraceError: No location has the bytes.
-        """
-        return self.read_object(self._find(key), start, end, check=check)
-
-    def read_object(
-        self, item: MirroredObject, start: int, end: int, *, check: Check | None = None
-    ) -> bytes:
-        """Return the bytes of a described file between two offsets, as `read_range` does.
 
         Args:
             item: The file, with its digest.
             start: Offset of the first byte.
             end: Offset after the last byte.
-            check: Function as for `read_range`.
+            check: Function that raises `CorruptError` for damaged bytes, which are then read
+                elsewhere.
 
         Raises:
             MillraceError: No location has the bytes.
@@ -256,16 +224,6 @@ class DatasetFiles:
         for one in lent:
             one.close()
         self._reader.close()
-
-    def _find(self, key: str) -> MirroredObject:
-        with self._lock:
-            found = self._objects.get(key)
-        if found is None:
-            described = head(self._reader.stores[0], key)
-            found = MirroredObject(key, described.size, described.etag or "", 0)
-            with self._lock:
-                self._objects[key] = found
-        return found
 
     def _find_warmed(self, key: str, size: int, digest: str) -> LentFile | None:
         if self._cache is None:

@@ -2,7 +2,7 @@
 
 A layout in a file of parquet takes about 14 bytes a page, and is decoded field by field. Here the
 numbers are arrays of differences, compressed by zstd with a checksum: about 3 bytes a page, which
-NumPy decodes at once.
+NumPy decodes at once. Checksums take four bytes more.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from millrace.datasets.loader.column import (
     ColumnLayout,
     ColumnPart,
     Fields,
-    Pages,
     estimate_layout_size,
 )
 from millrace.datasets.thrift import Value
@@ -49,16 +48,17 @@ def encode_layout(layout: ColumnLayout) -> bytes:
             _METADATA: Value(thrift.LIST, metadata, thrift.STRUCT),
         }
     )
-    paged = [part.pages for part in parts if part.pages is not None]
+    first_rows = [part.first_rows for part in parts if part.first_rows is not None]
+    checksums = [part.checksums for part in parts if part.checksums is not None]
     arrays: Sequence[Any] = (
         np.diff(layout.starts),
         [len(group) for group in layout.groups],
         chosen,
-        _interleave(parts),
-        [-1 if part.pages is None else len(part.pages.offsets) for part in parts],
-        _join([np.diff(pages.offsets, prepend=0) for pages in paged]),
-        _join([pages.ends - pages.offsets for pages in paged]),
-        _join([np.diff(pages.first_rows, prepend=0) for pages in paged]),
+        [-1 if part.first_rows is None else len(part.first_rows) for part in parts],
+        [part.bounds[0] for part in parts],
+        _join([np.diff(part.bounds) for part in parts]),
+        _join([np.diff(rows, prepend=0) for rows in first_rows]),
+        _join(checksums),
     )
     blocks = [described, *(_encode_array(np.asarray(one, np.int64)) for one in arrays)]
     sizes = np.array([len(block) for block in blocks], _SHORT).tobytes()
@@ -91,32 +91,33 @@ def _decode(raw: bytes) -> ColumnLayout:
     blocks = [raw[start:end] for start, end in pairwise(bounds)]
     described, _ = thrift.decode_struct(blocks[0])
     metadata: list[Fields] = described[_METADATA].content
-    rows, counts, chosen, places, page_counts, offsets, lengths, first_rows = map(
+    rows, counts, chosen, page_counts, begins, lengths, first_rows, checksums = map(
         _decode_array, blocks[1:]
     )
-    part_places: list[list[int]] = np.cumsum(places.reshape(-1, 3), axis=1).tolist()
-    page_ends: list[int] = np.cumsum(np.maximum(page_counts, 0)).tolist()
+    sizes = np.where(page_counts < 0, 2, page_counts + 1)  # the first one is of the dictionary
     if (
         len(rows) != len(counts)
-        or not len(chosen) == len(part_places) == len(page_counts) == counts.sum()
-        or not len(offsets) == len(lengths) == len(first_rows)
-        or len(offsets) != (page_ends[-1] if page_ends else 0)
-        or min(map(_find_least, (rows, counts - 1, chosen, places, lengths - 1, first_rows))) < 0
+        or not len(chosen) == len(begins) == len(page_counts) == counts.sum()
+        or len(first_rows) != np.maximum(page_counts, 0).sum()
+        or len(lengths) != sizes.sum()
+        or len(checksums) not in {0, len(lengths)}
+        or min(map(_find_least, (rows, counts - 1, chosen, begins, lengths, first_rows))) < 0
     ):
         raise ValueError("a layout has numbers that do not fit each other")
     schema: list[Fields] = described[_SCHEMA].content
     parts: list[ColumnPart] = []
-    kinds: list[int] = chosen.tolist()
-    for number, ((start, data, end), kind, page_end) in enumerate(
-        zip(part_places, kinds, page_ends, strict=True)
-    ):
-        pages = None
-        if page_counts[number] >= 0:
-            chosen_pages = slice(page_end - int(page_counts[number]), page_end)
-            begins = np.cumsum(offsets[chosen_pages])
-            ends = begins + lengths[chosen_pages]
-            pages = Pages(begins, ends, np.cumsum(first_rows[chosen_pages]))
-        parts.append(ColumnPart(metadata[kind], start, data, end, pages))
+    ends, row_ends = np.cumsum(sizes), np.cumsum(np.maximum(page_counts, 0))
+    for kind, begin, size, end, count, row_end in np.stack(
+        [chosen, begins, sizes, ends, page_counts, row_ends], axis=1
+    ).tolist():
+        parts.append(
+            ColumnPart(
+                metadata[kind],
+                np.cumsum(np.concatenate([[begin], lengths[end - size : end]])),
+                None if count < 0 else np.cumsum(first_rows[row_end - count : row_end]),
+                checksums[end - size : end] if len(checksums) else None,
+            )
+        )
     remaining = iter(parts)
     groups = [[next(remaining) for _ in range(count)] for count in counts.tolist()]
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows)])
@@ -125,12 +126,6 @@ def _decode(raw: bytes) -> ColumnLayout:
 
 def _find_least(numbers: Numbers) -> int:
     return int(numbers.min()) if len(numbers) else 0
-
-
-def _interleave(parts: Sequence[ColumnPart]) -> Numbers:
-    """Return start, length of the dictionary and length of the data of each part."""
-    places = [(part.start, part.data - part.start, part.end - part.data) for part in parts]
-    return np.array(places, np.int64).reshape(-1)
 
 
 def _join(arrays: Sequence[Numbers]) -> Numbers:

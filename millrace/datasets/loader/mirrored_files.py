@@ -1,10 +1,10 @@
 """Files of a dataset of which several stores have copies, for loaders."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from datetime import timedelta
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from millrace import errors
 from millrace.datasets.sources import is_store_url, open_files
@@ -33,20 +33,11 @@ class MirroredBucket(Protocol):
         ...
 
 
-class Decoded(NamedTuple, Generic[T]):
-    """Value of decoded bytes.
-
-    Attributes:
-        value: The value.
-        is_checked: Whether a checksum of each part was verified.
-    """
-
-    value: T
-    is_checked: bool
-
-
 FileLocations = str | StoreSpec | Sequence[str | StoreSpec] | MirroredBucket
 """A URL, a store, several of them that have the same files, or a bucket with mirrors."""
+
+RangeCheck = Callable[[int, bytes], object]
+"""Function that raises `CorruptError` if bytes from an offset on do not have their checksums."""
 
 
 def list_specs(source: FileLocations) -> list[StoreSpec]:
@@ -109,22 +100,23 @@ def open_loader_files(
 def read_checked(
     files: SourceFiles,
     file: FileRef,
-    decode: Callable[[SourceFileReader], Decoded[T]],
+    decode: Callable[[SourceFileReader], T],
+    check: RangeCheck | None,
     faults: tuple[type[Exception], ...],
 ) -> T:
-    """Read a file and decode its bytes, from another location if they are damaged.
-
-    Bytes without checksums are read from copies only that are proven equal.
+    """Read a file and decode its bytes, from another location if they differ or are damaged.
 
     Args:
         files: Files that the file is one of.
         file: The file.
-        decode: Function that reads and decodes parts of the file, and checks their checksums.
-        faults: Errors that it raises for damaged bytes.
+        decode: Function that fetches parts of the file and decodes them.
+        check: Function that checks the fetched parts, if any copy may be read. None reads copies
+            with the ETag of the listing only.
+        faults: Errors that `decode` raises for damaged bytes.
     """
     if isinstance(files, MirroredStoreFiles):
-        return files.read_checked(file, decode, faults)
-    return decode(SourceFileReader(files, file)).value
+        return files.read_checked(file, decode, check, faults)
+    return decode(SourceFileReader(files, file))
 
 
 class MirroredStoreFiles:
@@ -145,8 +137,7 @@ class MirroredStoreFiles:
     def __init__(self, stores: Sequence[Store], *, listed: int = 0) -> None:
         self.reader = MirroredReader(stores)
         self.listed = listed
-        self._unchecked: set[str] = set()  # paths of files that have parts without a checksum
-        self._lock = threading.Lock()
+        self._has_warned = False
 
     @property
     def url(self) -> str:
@@ -195,7 +186,7 @@ class MirroredStoreFiles:
     def iterate_blocks(
         self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
     ) -> Iterator[bytes]:
-        """Yield the blocks of a file between two offsets, from copies that are proven equal.
+        """Yield the blocks of a file between two offsets, from copies with an equal ETag.
 
         Raises:
             MillraceError: No location has the file. The message has the reason of each.
@@ -207,100 +198,81 @@ class MirroredStoreFiles:
     def read_checked(
         self,
         file: FileRef,
-        decode: Callable[[SourceFileReader], Decoded[T]],
+        decode: Callable[[SourceFileReader], T],
+        check: RangeCheck | None,
         faults: tuple[type[Exception], ...],
     ) -> T:
         """Read a file and decode its bytes; a copy that fails is left out. See `read_checked`."""
+        if check is not None:
+            return decode(_CheckedFileReader(self, file, check))
         while True:
-            view = _CheckedFiles(self, file, allow_unproven=file.path not in self._unchecked)
+            reader = _EqualFileReader(self, file)
             try:
-                decoded = decode(SourceFileReader(view, file))
+                return decode(reader)
             except MemoryError:
                 raise
             except faults as error:
-                view.reject(error)
-                continue
-            if decoded.is_checked:
-                view.confirm()
-            elif not view.is_proven:
-                self._note_unchecked(file)
-                continue
-            return decoded.value
+                if not reader.copies:  # no bytes were read, so another copy would not help
+                    raise
+                reason = f"its bytes are damaged ({errors.format_error(error)})"
+                for fetched in reader.copies:
+                    self.reader.reject(self.describe(file), fetched, reason)
+            except errors.MillraceError as error:
+                if unproven := self._explain_unproven(file):
+                    raise type(error)(f"{error}\n{unproven}") from error
+                raise
+            finally:
+                self._warn_of_unproven(file)
 
-    def _note_unchecked(self, file: FileRef) -> None:
-        """Read a file from proven copies only, and warn once, since its mirrors are of no use."""
-        with self._lock:
-            is_first = not self._unchecked
-            self._unchecked.add(file.path)
-        if is_first:
-            logger.warning(
-                "%s and perhaps other files have no checksums, so only copies with an equal ETag "
-                "are read. Upload copies in equal parts, or write checksums of the pages.",
-                self.make_url(file.path),
-            )
+    def _warn_of_unproven(self, file: FileRef) -> None:
+        """Warn once that copies are not read, since the index of the pages has no checksums."""
+        if not self._has_warned and (sentence := self._explain_unproven(file)):
+            self._has_warned = True
+            logger.warning("%s", sentence)
+
+    def _explain_unproven(self, file: FileRef) -> str:
+        """Return which locations are not read for a file without checksums, and what to do."""
+        names = self.reader.name_unproven(self.describe(file))
+        if not names:
+            return ""
+        return (
+            f"{file.path} and perhaps other files are not read from {', '.join(names)}, since the "
+            "ETags are not equal and no index has checksums of the pages. Make one: millrace "
+            f"dataset index {self.url} --checksums"
+        )
 
     def describe(self, file: FileRef) -> MirroredObject:
         """Return a file as the reader of the stores names it."""
         return MirroredObject(file.path, file.size, file.etag, self.listed)
 
 
-class _CheckedFiles:
-    """One file whose bytes are checked after the read, and the copies that they are from.
+class _EqualFileReader(SourceFileReader):
+    """A file that is read from copies with the ETag of the listing.
 
-    Args:
-        files: The files.
-        file: The file.
-        allow_unproven: Whether copies are read that are not proven yet.
+    Attributes:
+        copies: Copies that the bytes are from.
     """
 
-    unseekable: Set[str] = frozenset()
-    is_local = False
+    def __init__(self, files: MirroredStoreFiles, file: FileRef) -> None:
+        super().__init__(files, file)
+        self._reader, self._item = files.reader, files.describe(file)
+        self.copies = set[FetchedRange]()
 
-    def __init__(self, files: MirroredStoreFiles, file: FileRef, *, allow_unproven: bool) -> None:
-        self._files, self._item = files, files.describe(file)
-        self._allow_unproven = allow_unproven
-        self._fetched: dict[int, FetchedRange] = {}
-        self.url = files.url
+    def _read_range(self, start: int, end: int) -> bytes:
+        blocks: list[bytes] = []
+        for at in range(start, end, READ_BLOCK_SIZE):
+            found = self._reader.fetch(self._item, at, min(end, at + READ_BLOCK_SIZE))
+            self.copies.add(found._replace(data=b""))
+            blocks.append(found.data)
+        return b"".join(blocks)
 
-    def make_url(self, path: str) -> str:
-        """Return the URL of a file, for messages."""
-        return self._files.make_url(path)
 
-    def collect(self, patterns: Patterns) -> FileTable:
-        """List all files."""
-        return self._files.collect(patterns)
+class _CheckedFileReader(SourceFileReader):
+    """A file of which each range is checked, whichever copy it is from."""
 
-    def read(self, file: FileRef) -> bytes:
-        """Return the content of the file."""
-        return b"".join(self.iterate_blocks(file, 0, file.size))
+    def __init__(self, files: MirroredStoreFiles, file: FileRef, check: RangeCheck) -> None:
+        super().__init__(files, file)
+        self._reader, self._item, self._check = files.reader, files.describe(file), check
 
-    def iterate_blocks(
-        self, file: FileRef, start: int, end: int, *, block: int = READ_BLOCK_SIZE
-    ) -> Iterator[bytes]:
-        """Yield the blocks of the file, where it is allowed from a copy that is not proven yet."""
-        del file
-        for at in range(start, end, block):
-            found = self._files.reader.fetch(
-                self._item, at, min(end, at + block), allow_unproven=self._allow_unproven
-            )
-            self._fetched[found.location] = found._replace(data=b"")
-            yield found.data
-
-    @property
-    def is_proven(self) -> bool:
-        """True if all bytes are of proven copies."""
-        return all(one.is_proven for one in self._fetched.values())
-
-    def confirm(self) -> None:
-        """Note that the bytes are right."""
-        for fetched in self._fetched.values():
-            self._files.reader.confirm(self._item, fetched)
-
-    def reject(self, error: Exception) -> None:
-        """Leave out the copies that the bytes are from: those that are not proven, if there are."""
-        unproven = [one for one in self._fetched.values() if not one.is_proven]
-        reason = f"its bytes are damaged ({errors.format_error(error)})"
-        for fetched in unproven or self._fetched.values():
-            self._files.reader.reject(self._item, fetched, reason)
-        if not self._fetched:  # no bytes were read, so another copy would not help
-            raise error
+    def _read_range(self, start: int, end: int) -> bytes:
+        return self._reader.read_range(self._item, start, end, check=partial(self._check, start))

@@ -3,9 +3,12 @@
 An index is a record with all files and their ETags, and one object with the layouts of a column. A
 loader finds the newest index in the listing of the files. A file that was written since then has
 another ETag. Such a stale entry is not used, and the loader reads the end of this file.
+
+A layout may have a checksum of each page, by which copies in other stores are compared.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +18,7 @@ from itertools import chain, groupby, repeat
 import numpy as np
 
 from millrace import errors
-from millrace.datasets.loader.column import ColumnLayout, read_layout
+from millrace.datasets.loader.column import ColumnLayout, compute_checksums, read_layout
 from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
 from millrace.datasets.loader.templar_index import (
     SHARD_SIZES,
@@ -40,10 +43,12 @@ from millrace.schemas.pages import IndexedFile, PageIndex
 from millrace.storage import StoreSpec, create, open_store, put, read
 
 FOOTER_CONCURRENCY = 16
-"""Ends of files that are read at once."""
+"""Files whose ends, or pages for checksums, are read at once."""
 _log = logging.getLogger(__name__)
 _WHOLE_BYTES = 4 << 20  # layouts up to this size are read in one request
 _SHOWN = 3  # stale files in a message
+# Size and nanoseconds of `make_local_etag`; inode, microseconds and size of obstore.
+_LOCAL_ETAGS = re.compile(r'([0-9a-f]+)-([0-9a-f]+) "[0-9a-f]+-([0-9a-f]+)-\1"')
 _ATTEMPTS = 10  # indexes of others that are committed meanwhile
 
 
@@ -169,8 +174,8 @@ class IndexReader:
     def find(self, file: FileRef) -> IndexedFile | None:
         """Return the entry of a file; None if there is none, or if the file was written since."""
         entry = self._entries.get(file.path)
-        is_same = entry is not None and (entry.size, entry.etag) == (file.size, file.etag)
-        return entry if is_same else None
+        is_same = entry is not None and entry.size == file.size
+        return entry if is_same and _are_equal(entry.etag, file.etag) else None
 
     def read_all(self, files: SourceFiles) -> bytes:
         """Return all layouts, verified. One request.
@@ -212,6 +217,17 @@ class IndexReader:
         return layout
 
 
+def _are_equal(indexed: str, listed: str) -> bool:
+    """Decide whether two ETags are of one version of a file, also of one in a folder with mirrors.
+
+    Such a folder is listed as a store, whose ETags are other ones than those of `LocalFiles`.
+    """
+    if indexed == listed:
+        return True
+    times = _LOCAL_ETAGS.fullmatch(f"{indexed} {listed}")
+    return times is not None and int(times[2], 16) // 1000 == int(times[3], 16)
+
+
 def find_index(files: SourceFiles, listed: ListedFiles, column: str) -> IndexReader | None:
     """Return the newest index of a column; None if there is none. One request.
 
@@ -238,7 +254,11 @@ def find_index(files: SourceFiles, listed: ListedFiles, column: str) -> IndexRea
             if record.column == column and layouts and layouts.size == record.size:
                 return IndexReader(record, layouts)
             reason = f"{url} does not fit its layouts at {record.layouts}"
-    _log.warning("The index of the pages is not used: %s.", reason.rstrip("."))
+    _log.warning(
+        "The index of the pages is not used: %s. Make the index again: millrace dataset index %s",
+        reason.rstrip("."),
+        files.url,
+    )
     return None
 
 
@@ -268,9 +288,11 @@ class IndexReport:
         files: Number of files.
         rows: Number of rows of all files.
         size: Bytes of all layouts.
+        checked: Number of files with checksums of their pages.
         stale: Paths of the files that an earlier index had in another version.
         missing: Paths of the files that no earlier index had.
         gone: Paths that an earlier index had, and that are no files by now.
+        unchecked: Paths of the files without checksums, if these are wanted.
         differing: Sentences about other numbers of rows in Templar's index.
         is_new: Whether this call has made the index.
     """
@@ -281,16 +303,18 @@ class IndexReport:
     files: int
     rows: int
     size: int
+    checked: int
     stale: tuple[str, ...]
     missing: tuple[str, ...]
     gone: tuple[str, ...]
+    unchecked: tuple[str, ...]
     differing: tuple[str, ...]
     is_new: bool
 
     @property
     def is_current(self) -> bool:
-        """True if the index describes all files as they are."""
-        return self.is_new or not (self.stale or self.missing or self.gone)
+        """True if the index describes all files as they are, with the wanted checksums."""
+        return self.is_new or not (self.stale or self.missing or self.gone or self.unchecked)
 
 
 def index_pages(
@@ -298,16 +322,20 @@ def index_pages(
     column: str = "text",
     *,
     include: Sequence[str] = ("*.parquet",),
+    includes_checksums: bool = False,
     is_check: bool = False,
 ) -> IndexReport:
     """Make the index of the pages of a column, or make it again if files have changed.
 
-    Only the ends of new and changed files are read, 16 at a time.
+    Only the ends of new and changed files are read, 16 at a time. With checksums, the whole column
+    of these files is, and of those without checksums, in blocks of up to 8 MiB.
 
     Args:
         source: URL of a store or a folder, or URL and credentials.
         column: Column of the pages.
         include: Patterns of the paths of the files.
+        includes_checksums: Whether to store a checksum of each page, by which loaders compare
+            copies of the files in other stores. Files that did not change keep their checksums.
         is_check: Whether to write nothing, and to report what is stale.
 
     Raises:
@@ -337,22 +365,35 @@ def index_pages(
     indexed = {path for path in reader.paths if patterns.matches(path)} if reader else set[str]()
     paths = {file.path for file in chosen}
     unknown = [file.path for file, entry in zip(chosen, found, strict=True) if not entry]
+    unchecked = [entry.path for entry in found if entry and not entry.has_checksums]
     report = IndexReport(
         url=files.url,
         column=column,
         number=listed.find_newest(column),
         files=len(chosen),
-        rows=sum(sum(expand_row_groups(entry.row_groups)) for entry in found if entry),
-        size=sum(entry.end - entry.start for entry in found if entry),
+        rows=0,
+        size=0,
+        checked=0,
         stale=tuple(path for path in unknown if path in indexed),
         missing=tuple(path for path in unknown if path not in indexed),
         gone=tuple(sorted(indexed - paths)),
+        unchecked=tuple(unchecked if includes_checksums else ()),
         differing=(),
         is_new=False,
     )
     if not (is_check or report.is_current):
+        kept = [entry if entry and entry.path not in report.unchecked else None for entry in found]
         others = [one for one in reader.entries if not patterns.matches(one.path)] if reader else []
-        report, found = _make_index(spec, files, chosen, whole, found, others, report)
+        report, found = _make_index(
+            spec, files, chosen, whole, kept, others, report, includes_checksums=includes_checksums
+        )
+    known = [entry for entry in found if entry]
+    report = replace(
+        report,
+        rows=sum(sum(expand_row_groups(entry.row_groups)) for entry in known),
+        size=sum(entry.end - entry.start for entry in known),
+        checked=sum(entry.has_checksums for entry in known),
+    )
     differing = _compare_rows(spec, chosen, found, patterns)
     return replace(report, differing=tuple(differing))
 
@@ -381,6 +422,8 @@ def _make_index(
     found: Sequence[IndexedFile | None],
     others: Sequence[IndexedFile],
     report: IndexReport,
+    *,
+    includes_checksums: bool,
 ) -> tuple[IndexReport, Sequence[IndexedFile]]:
     """Commit an index of the listed files, and of other files that an earlier index has.
 
@@ -392,15 +435,27 @@ def _make_index(
         found: Entries of the listed files in the earlier index.
         others: Entries of other files in the earlier index.
         report: State of the earlier index.
+        includes_checksums: Whether the entries that are made have checksums.
     """
     kept = [FileRef(path=one.path, size=one.size, etag=one.etag) for one in others]
     all_files, all_found = [*listed, *kept], [*found, *others]
 
-    def encode(file: FileRef, entry: IndexedFile | None) -> tuple[tuple[int, ...], bytes]:
+    def encode(file: FileRef, entry: IndexedFile | None) -> tuple[IndexedFile, bytes]:
         if entry is not None:
-            return entry.row_groups, whole[entry.start : entry.end]
+            return entry, whole[entry.start : entry.end]
         layout = read_layout(files, file, report.column)
-        return compress_row_groups(np.diff(layout.starts).tolist()), encode_layout(layout)
+        if includes_checksums:
+            layout = compute_checksums(files, file, layout)
+        entry = IndexedFile(
+            path=file.path,
+            size=file.size,
+            etag=file.etag,
+            row_groups=compress_row_groups(np.diff(layout.starts).tolist()),
+            start=0,
+            end=0,
+            has_checksums=includes_checksums,
+        )
+        return entry, encode_layout(layout)
 
     with ThreadPoolExecutor(FOOTER_CONCURRENCY, thread_name_prefix="footers") as pool:
         encoded = list(pool.map(encode, all_files, all_found))
@@ -413,15 +468,8 @@ def _make_index(
         size=len(body),
         digest=digest,
         files=tuple(
-            IndexedFile(
-                path=file.path,
-                size=file.size,
-                etag=file.etag,
-                row_groups=row_groups,
-                start=end - len(layout),
-                end=end,
-            )
-            for file, (row_groups, layout), end in zip(all_files, encoded, ends, strict=True)
+            entry.model_copy(update={"start": end - len(layout), "end": end})
+            for (entry, layout), end in zip(encoded, ends, strict=True)
         ),
     )
     store = open_store(spec, make_folder=False)
@@ -442,10 +490,7 @@ def _make_index(
             f"{store.url} was indexed {format_count(_ATTEMPTS, 'time')} by others meanwhile. Run "
             "it again when they have ended."
         )
-    made = record.files[: len(listed)]
-    rows = sum(sum(expand_row_groups(entry.row_groups)) for entry in made)
-    size = sum(entry.end - entry.start for entry in made)
-    return replace(report, number=number, rows=rows, size=size, is_new=True), made
+    return replace(report, number=number, is_new=True), record.files[: len(listed)]
 
 
 def compress_row_groups(rows: Iterable[int]) -> tuple[int, ...]:

@@ -332,7 +332,9 @@ class PageLoader:
                 layout = read_layout(self._files, self._refs[number], self._column)
             return layout, layout.size
 
-        return self._cache.get(CacheKind.LAYOUT, self._identify(number), read)
+        # An index that was made later may have checksums that the layouts of another loader lack.
+        digest = self._index.digest if self._index else None
+        return self._cache.get(CacheKind.LAYOUT, (self._identify(number), digest), read)
 
     def _read_indexed_layout(self, number: int) -> ColumnLayout | None:
         """Return the layout of a file from the index; None if the index cannot be used."""

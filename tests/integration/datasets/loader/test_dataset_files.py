@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from millrace.datasets.loader.dataset_files import DatasetFiles
 from millrace.datasets.loader.disk_cache import DiskCache
 from millrace.digest import BLOCK_SIZE, compute_digest, hash_blocks
 from millrace.storage import delete_one, put
+from millrace.storage.mirrored_objects import MirroredObject
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
@@ -142,9 +144,9 @@ def test_a_warmed_node_asks_no_store(world: Mirrors, tmp_path: Path, name: str):
     (warmed / name).parent.mkdir(parents=True)
     (warmed / name).write_bytes(BODY)
     files = DatasetFiles(world.specs, cache=DiskCache(tmp_path / "c", 10 << 20), warmed=[warmed])
-    files.register(KEY, len(BODY), DIGEST)
     assert files.fetch_file(KEY, len(BODY), DIGEST) == warmed / name
-    assert files.read_range(KEY, 5, 5000) == BODY[5:5000]
+    item = MirroredObject(KEY, len(BODY), digest=DIGEST)
+    assert files.read_object(item, 5, 5000, check=partial(compare, 5)) == BODY[5:5000]
     assert world.count() == [0, 0]
 
 
@@ -158,24 +160,20 @@ def test_a_warmed_folder_without_the_files_is_named_once(
     assert f"No warmed folder ({tmp_path}) has {KEY}, which is read from the store" in said
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, b""])
-def test_a_range_of_a_registered_file_is_proven_by_its_digest(world: Mirrors, blocks: bytes):
-    world.put(KEY, WRONG, BODY)
+def test_each_range_is_of_a_copy_that_passes_the_check(world: Mirrors):
+    world.put(KEY, WRONG, BODY)  # its first blocks are right
     files = DatasetFiles(world.specs)
-    files.register(KEY, len(BODY), DIGEST, blocks=blocks)
-    for start in (len(BODY) - 600, 0, BLOCK_SIZE - 5):
-        for _ in range(3):
-            assert files.read_range(KEY, start, start + 600) == BODY[start : start + 600]
-    if not blocks:  # its first blocks are right
-        assert files.make_report().locations[0].served_bytes == 0
+    item = MirroredObject(KEY, len(BODY), digest=DIGEST, blocks=BLOCKS)
+    for start in (0, BLOCK_SIZE - 5, len(BODY) - 600):
+        for _ in range(6):
+            found = files.read_object(item, start, start + 600, check=partial(compare, start))
+            assert found == BODY[start : start + 600]
+    assert [one.differing for one in files.make_report().locations] == [1, 0]
 
 
-def test_a_range_of_another_file_is_read_as_the_first_location_has_it(world: Mirrors):
-    files = DatasetFiles(world.specs)
-    for start in range(20):
-        assert files.read_range(KEY, start, start + 9) == BODY[start : start + 9]
-    assert sum(world.count()) == 21
-    assert files.make_report().locations[1].served_bytes > 0
+def compare(start: int, data: bytes) -> None:
+    if data != BODY[start : start + len(data)]:
+        raise errors.CorruptError("its bytes differ")
 
 
 def test_a_file_that_no_location_has_is_an_error(world: Mirrors, tmp_path: Path):

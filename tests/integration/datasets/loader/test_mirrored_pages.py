@@ -13,9 +13,8 @@ import pytest
 from millrace import errors
 from millrace.datasets.loader import PageLoader
 from millrace.datasets.loader.page_index import index_pages
-from millrace.storage import StoreSpec, put, read
+from millrace.storage import StoreSpec, list_objects, put, read
 from millrace.storage.mirror_locations import MirrorReport
-from millrace.storage.mirrored_objects import SAMPLE_BYTES
 from millrace.testing.faults import Faults
 from millrace.testing.r2 import R2Proxy
 from millrace.testing.rgw import RGW
@@ -53,6 +52,14 @@ def world(rgw: RGW, proxies: list[R2Proxy]) -> Mirrors:
         body = make_parquet(make_texts(file))
         made.put(f"{file}.parquet", body, body, body)
     return made
+
+
+def index_copies(world: Mirrors, *, includes_checksums: bool) -> None:
+    """Make an index of the pages, and copy it to the other locations."""
+    index_pages(world.specs[0], includes_checksums=includes_checksums)
+    for stat in list(list_objects(world.stores[0], "_pages/")):
+        for store in world.stores[1:]:
+            put(store, stat.key, read(world.stores[0], stat.key))
 
 
 def read_epoch(loader: PageLoader) -> None:
@@ -95,20 +102,19 @@ def test_pages_are_right_while_one_location_is_dead_and_others_fail(world: Mirro
 
 def test_a_damaged_page_is_read_elsewhere(world: Mirrors, caplog: pytest.LogCaptureFixture):
     damaged = bytearray(read(world.stores[1], "1.parquet"))
-    for at in range(1000, len(damaged) - (64 << 10), 1000):  # all pages but those of the tail
+    for at in range(1000, len(damaged), 1000):
         damaged[at] ^= 1
     put(world.stores[1], "1.parquet", bytes(damaged))
+    index_copies(world, includes_checksums=True)
     while True:
         loader = PageLoader(world.specs)  # another one keeps no page of the one before
-        pages = loader.draw(3, 0, len(loader))
-        last = max((page for page in pages if page.file == 1), key=lambda page: page.start)
-        list(loader.read([last]))  # no damaged page is the range that copies are compared with
         read_epoch(loader)
         if report(loader).locations[1].differing:  # a slow location serves few pages
             break
     (warning,) = [one.getMessage() for one in caplog.records if "is not used" in one.getMessage()]
     assert world.stores[1].url in warning
-    assert "is not used for 1.parquet: its bytes are damaged (" in warning
+    assert "is not used for 1.parquet: its bytes " in warning
+    assert "do not have the checksum in the index of the pages" in warning
     assert report(loader).locations[1].differing == 1
 
 
@@ -119,6 +125,7 @@ def test_a_copy_of_other_parts_is_used_and_one_of_another_version_is_not(
     world.put_parts(1, "0.parquet", body)
     other = make_parquet([text.upper() for text in make_texts(0)])
     put(world.stores[2], "0.parquet", other[: len(body)].ljust(len(body), b"."))
+    index_copies(world, includes_checksums=True)
     loader = PageLoader(world.specs)
     world.reset()
     read_epoch(loader)
@@ -129,7 +136,10 @@ def test_a_copy_of_other_parts_is_used_and_one_of_another_version_is_not(
     assert report(loader).locations[2].differing == 1
 
 
-def test_an_older_version_of_equal_size_is_not_used_with_an_index_of_the_pages(world: Mirrors):
+@pytest.mark.parametrize("includes_checksums", [True, False])
+def test_an_older_version_of_equal_size_is_not_used(
+    includes_checksums: bool, world: Mirrors, caplog: pytest.LogCaptureFixture
+):
     for file in range(FILES):  # with an index, a loader reads no end of a file when it is opened
         texts = make_texts(file)
         newer = make_parquet(texts, compression="none")
@@ -137,14 +147,15 @@ def test_an_older_version_of_equal_size_is_not_used_with_an_index_of_the_pages(w
         older = make_parquet(texts, compression="none")
         assert len(newer) == len(older)
         world.put(f"{file}.parquet", newer, older, older)
-    index_pages(world.specs[0])
-    found = set[str]()
-    while len(found) < 2:  # a slow location is seldom asked
+    index_copies(world, includes_checksums=includes_checksums)
+    said = "is not used for" if includes_checksums else "are not read from"
+    while sum(store.url in caplog.text for store in world.stores[1:]) < 2:  # some are seldom asked
         loader = PageLoader(world.specs)
         read_epoch(loader)
         others = report(loader).locations[1:]
-        assert [one.served_bytes for one in others] == [0, 0]
-        found |= {one.name for one in others if one.differing}
+        if not includes_checksums:
+            assert max(one.served_bytes for one in others) < 1000  # of the index
+    assert said in caplog.text
 
 
 def test_pages_without_checksums_are_read_from_copies_of_equal_etags(
@@ -154,13 +165,13 @@ def test_pages_without_checksums_are_read_from_copies_of_equal_etags(
         path, texts = f"{file}.parquet", make_texts(file)
         body = make_parquet(texts, compression="none", write_page_checksum=False)
         other = body.replace(texts[120].encode(), texts[120].swapcase().encode())
-        assert body != other  # in neither the size nor the end of the file
-        assert (len(other), other[-SAMPLE_BYTES:]) == (len(body), body[-SAMPLE_BYTES:])
+        assert body != other
+        assert len(body) == len(other)
         world.put(path, body, other, body)
-    while "have no checksums" not in caplog.text:  # a slow location is seldom asked
+    while "has checksums of the pages" not in caplog.text:  # a slow location is seldom asked
         loader = PageLoader(world.specs)
         read_epoch(loader)
-    assert caplog.text.count("have no checksums") == 1
+    assert caplog.text.count(f"millrace dataset index {world.stores[0].url} --checksums") == 1
     assert report(loader).locations[1].differing == 0
     assert min(report(loader).locations[n].served_bytes for n in (0, 2)) > 0
 
@@ -168,10 +179,15 @@ def test_pages_without_checksums_are_read_from_copies_of_equal_etags(
 def test_a_folder_with_the_files_is_read_instead_of_the_stores(world: Mirrors, tmp_path: Path):
     for file in range(FILES):
         (tmp_path / f"{file}.parquet").write_bytes(read(world.stores[0], f"{file}.parquet"))
+    index_copies(world, includes_checksums=True)
     loader = PageLoader([*world.specs, StoreSpec(url=tmp_path.as_uri())])
     world.reset()
     read_epoch(loader)
-    assert sum(world.count()) == 0
+    assert report(loader).locations[3].served_bytes > 0
+    (layouts,) = [
+        each["path"] for proxy in world.proxies for each in proxy.list_requests()
+    ]  # of all files
+    assert layouts.endswith(".bin")
 
 
 def test_a_bucket_names_its_mirrors(world: Mirrors):

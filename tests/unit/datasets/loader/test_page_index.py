@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from millrace import errors
 from millrace.datasets.loader import PageLoader
-from millrace.datasets.loader.column import ColumnLayout, read_layout
+from millrace.datasets.loader.column import ColumnLayout, compute_checksums, read_layout
 from millrace.datasets.loader.layout_encoding import decode_layout, encode_layout
 from millrace.datasets.loader.page_index import (
     compress_row_groups,
@@ -74,8 +74,10 @@ def describe(layout: ColumnLayout) -> Any:
         [
             [
                 (
-                    (part.metadata, part.start, part.data, part.end),
-                    part.pages and [one.tolist() for one in part.pages],
+                    part.metadata,
+                    part.bounds.tolist(),
+                    None if part.first_rows is None else part.first_rows.tolist(),
+                    None if part.checksums is None else part.checksums.tolist(),
                 )
                 for part in group
             ]
@@ -92,15 +94,19 @@ def test_a_layout_is_decoded_as_it_was_encoded(
 ) -> None:
     write(tmp_path / "a.parquet", 1234, write_page_index=index, use_dictionary=dictionary)
     ((_, file, _),) = iterate_files(LocalFiles(tmp_path).collect(Patterns()), local=True)
-    layout = read_layout(LocalFiles(tmp_path), file, column)
-    assert describe(decode_layout(encode_layout(layout))) == describe(layout)
+    files = LocalFiles(tmp_path)
+    layout = read_layout(files, file, column)
+    for one in (layout, compute_checksums(files, file, layout)):
+        assert describe(decode_layout(encode_layout(one))) == describe(one)
 
 
 def test_a_layout_takes_few_bytes_a_page(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 20_000, page_rows=10)
-    ((_, file, _),) = iterate_files(LocalFiles(tmp_path).collect(Patterns()), local=True)
-    layout = read_layout(LocalFiles(tmp_path), file, "text")
-    assert len(encode_layout(layout)) < 3.2 * 2000
+    files = LocalFiles(tmp_path)
+    ((_, file, _),) = iterate_files(files.collect(Patterns()), local=True)
+    layout = read_layout(files, file, "text")
+    assert len(encode_layout(layout)) < 3 * 2000
+    assert len(encode_layout(compute_checksums(files, file, layout))) < 7 * 2000
 
 
 @given(data=st.binary(max_size=200))
@@ -204,6 +210,46 @@ def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.Mon
     index_pages(str(folder))
     assert read == ["1.parquet"]
     assert sum(map(len, read_all(PageLoader(str(folder))))) == ROWS[0] + 5 + ROWS[2]
+
+
+def test_checksums_are_made_once_and_kept_as_long_as_a_file_does_not_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def count(files: Any, file: Any, layout: ColumnLayout) -> ColumnLayout:
+        read.append(file.path)
+        return compute_checksums(files, file, layout)
+
+    monkeypatch.setattr("millrace.datasets.loader.page_index.compute_checksums", count)
+    assert index_pages(str(folder)).checked == 0
+    checked = index_pages(str(folder), includes_checksums=True, is_check=True)
+    assert (checked.is_current, len(checked.unchecked)) == (False, 3)
+    made = index_pages(str(folder), include=["0*"], includes_checksums=True)
+    assert (made.is_new, made.checked, read) == (True, 1, ["0.parquet"])
+    made = index_pages(str(folder), includes_checksums=True)
+    assert (made.is_new, made.checked, len(made.unchecked), len(read)) == (True, 3, 2, 3)
+    assert not index_pages(str(folder), includes_checksums=True).is_new
+    assert index_pages(str(folder)).checked == 3
+    write(folder / "0.parquet", 300, seed=9)
+    made = index_pages(str(folder))
+    assert (made.is_new, made.checked, len(read)) == (True, 2, 3)
+    assert index_pages(str(folder), includes_checksums=True).checked == 3
+    assert read[3:] == ["0.parquet"]
+
+
+def test_an_index_of_another_version_is_left_out_and_made_again(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = read_all(PageLoader(str(folder), cache_bytes=1 << 20))
+    index_pages(str(folder))
+    (path,) = (folder / "_pages").glob("*.json")
+    path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":1'))
+    with caplog.at_level(logging.WARNING):
+        assert read_all(PageLoader(str(folder), cache_bytes=1 << 20)) == expected
+    assert "page-index of version 1. This Millrace reads version 2" in caplog.text
+    assert f"Make the index again: millrace dataset index {folder.as_uri()}" in caplog.text
+    assert index_pages(str(folder)).number == 2
 
 
 @pytest.mark.parametrize("damage", ["record", "layouts", "cut"])
