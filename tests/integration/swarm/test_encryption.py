@@ -182,7 +182,7 @@ class Between:
 
     Attributes:
         agent: Port of the agent.
-        heard: What it has decrypted.
+        heard: Decrypted bytes.
     """
 
     agent: int
