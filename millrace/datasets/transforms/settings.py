@@ -67,7 +67,7 @@ class FilterSettings(BaseModel):
             # pyarrow is imported only for what needs it.
             import pyarrow  # noqa: PLC0415
 
-            from millrace.datasets.transforms.filter import match_pattern  # noqa: PLC0415
+            from millrace.datasets.transforms.patterns import match_pattern  # noqa: PLC0415
 
             try:
                 match_pattern(pyarrow.array([""], pyarrow.large_string()), pattern)
