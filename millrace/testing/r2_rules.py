@@ -69,7 +69,7 @@ class Rules:
     """Whether UNSIGNED-PAYLOAD is accepted, or refused (403) as by a policy of an S3 bucket."""
 
 
-class RefusedError(Exception):
+class R2RefusedError(Exception):
     """A request is refused with an S3 error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -117,21 +117,21 @@ def check_head(
     if asked.name == "Unknown":
         refused.append("This operation")
     if refused:
-        raise RefusedError(501, "NotImplemented", f"{refused[0]} is not implemented.")
+        raise R2RefusedError(501, "NotImplemented", f"{refused[0]} is not implemented.")
     if (
         "aws-chunked" in headers.get("content-encoding", "")
         or headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
         or "x-amz-trailer" in headers
     ):
         message = "STREAMING payloads and trailing checksums are not implemented."
-        raise RefusedError(501, "NotImplemented", message)
+        raise R2RefusedError(501, "NotImplemented", message)
     if region not in REGIONS:
-        raise RefusedError(400, "InvalidRegionName", f"The region name '{region}' is not valid.")
+        raise R2RefusedError(400, "InvalidRegionName", f"The region name '{region}' is not valid.")
     if has_body and "content-length" not in headers and "x-amz-copy-source" not in headers:
-        raise RefusedError(411, "MissingContentLength", "Content-Length is required.")
+        raise R2RefusedError(411, "MissingContentLength", "Content-Length is required.")
     custom = [(name, headers[name]) for name in headers if name.lower().startswith("x-amz-meta-")]
     if sum(len(name) - len("x-amz-meta-") + len(value) for name, value in custom) > METADATA_LIMIT:
-        raise RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
+        raise R2RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
 
 
 def check_payload(headers: Mapping[str, str], rules: Rules) -> None:
@@ -141,7 +141,7 @@ def check_payload(headers: Mapping[str, str], rules: Rules) -> None:
         RefusedError: The body is not signed.
     """
     if headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD" and not rules.accepts_unsigned:
-        raise RefusedError(403, "AccessDenied", "The body must be signed.")
+        raise R2RefusedError(403, "AccessDenied", "The body must be signed.")
 
 
 def check_parts(sizes: Sequence[int], rules: Rules) -> None:
@@ -159,10 +159,10 @@ def check_parts(sizes: Sequence[int], rules: Rules) -> None:
     *leading, last = sizes
     if any(size < rules.min_part for size in leading):
         message = "Your proposed upload is smaller than the minimum allowed object size."
-        raise RefusedError(400, "EntityTooSmall", message)
+        raise R2RefusedError(400, "EntityTooSmall", message)
     if len(set(leading)) > 1 or (leading and last > leading[0]):
         message = "All non-trailing parts must have the same length."
-        raise RefusedError(400, "InvalidPart", message)
+        raise R2RefusedError(400, "InvalidPart", message)
 
 
 def _name_bucket_operation(method: str, query: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from millrace.testing.crc64 import Crc64
 from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
 from millrace.testing.r2_rules import (
     COUNTED_WRITES,
-    RefusedError,
+    R2RefusedError,
     Rules,
     S3Operation,
     check_head,
@@ -196,7 +196,7 @@ class Proxy:
         )
         try:
             return await self._answer(asked)
-        except RefusedError as refused:
+        except R2RefusedError as refused:
             seen.refused = refused.code
             self.refusals[refused.code] += 1
             return await self._refuse(asked, refused.status, refused.code, refused.message)
@@ -252,9 +252,9 @@ class Proxy:
         try:
             signature = sigv4.find_signature(asked.headers, asked.query)
         except sigv4.MalformedError as error:
-            raise RefusedError(400, "InvalidArgument", str(error)) from error
+            raise R2RefusedError(400, "InvalidArgument", str(error)) from error
         if signature is None:
-            raise RefusedError(401, "Unauthorized", "The request is not signed.")
+            raise R2RefusedError(401, "Unauthorized", "The request is not signed.")
         has_body = request.method in ("PUT", "POST")
         check_head(asked_for, asked.headers, has_body=has_body, region=signature.region)
         if has_body:
@@ -274,7 +274,7 @@ class Proxy:
     def _check_token(self, asked: Asked, signature: sigv4.Signature, token: str) -> r2_token.Grant:
         """Check a temporary credential, and sign the request again with the parent's key."""
         if asked.secret is None:
-            raise RefusedError(401, "Unauthorized", "The parent's access key id is unknown.")
+            raise R2RefusedError(401, "Unauthorized", "The parent's access key id is unknown.")
         try:
             grant = r2_token.verify(
                 token,
@@ -283,14 +283,14 @@ class Proxy:
                 host=asked.headers.get("Host", ""),
             )
         except r2_token.TokenError as error:
-            raise RefusedError(error.status, error.code, error.message) from error
+            raise R2RefusedError(error.status, error.code, error.message) from error
         covered = signature.presigned or sigv4.TOKEN in signature.signed_headers
         if (
             not covered
             or self._compute_signature(asked, signature, grant.secret) != signature.value
         ):
             message = "The request signature does not match the calculated signature."
-            raise RefusedError(403, "SignatureDoesNotMatch", message)
+            raise R2RefusedError(403, "SignatureDoesNotMatch", message)
         bare, asked.query = sigv4.drop_token(signature, asked.headers, asked.query)
         value = self._compute_signature(asked, bare, asked.secret)
         if signature.presigned:
@@ -363,7 +363,7 @@ class Proxy:
         now, interval = time.monotonic(), self.rules.write_interval
         if now - self.last_write.get(name, -interval) < interval:
             message = "Reduce your concurrent request rate for the same object."
-            raise RefusedError(429, "TooManyRequests", message)
+            raise R2RefusedError(429, "TooManyRequests", message)
         if len(self.last_write) > REMEMBERED_REQUESTS:
             recent = self.last_write.items()
             self.last_write = {key: at for key, at in recent if now - at < interval}
@@ -600,12 +600,12 @@ def _check_grant(asked: Asked, grant: r2_token.Grant, whole: bytes | None) -> No
         bucket, _, key = unquote(source).removeprefix("/").partition("/")
         allowed = allowed and bucket == grant.bucket and grant.allows_key(key.split("?")[0])
     if not allowed:
-        raise RefusedError(403, "AccessDenied", "Access Denied.")
+        raise R2RefusedError(403, "AccessDenied", "Access Denied.")
 
 
 async def _read_small(asked: Asked) -> bytes:
     if asked.length > SMALL_BODY:
-        raise RefusedError(400, "EntityTooLarge", "The request is too large.")
+        raise R2RefusedError(400, "EntityTooLarge", "The request is too large.")
     pieces = [piece async for piece in _read_body(asked.request)]
     asked.seen.received += sum(map(len, pieces))
     return b"".join(pieces)
@@ -659,7 +659,7 @@ async def _check_body(
             raise CutError
     if any(checksum.encode() != header for header, checksum in promised):
         message = "The checksum you specified did not match the calculated checksum."
-        raise RefusedError(400, "BadDigest", message)
+        raise R2RefusedError(400, "BadDigest", message)
     if held:
         yield held
 
