@@ -35,7 +35,7 @@ QUIET = {
 
 
 class RayNodes:
-    """A running cluster. `RayNodes.start` starts it, and a ``with`` statement stops it at its end.
+    """Running cluster, started by `RayNodes.start`. As a context manager, it stops at the exit.
 
     Attributes:
         hosts: Hosts of the cluster, with the head's host first.

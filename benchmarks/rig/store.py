@@ -89,7 +89,7 @@ class Counts:
 
 
 class Store:
-    """A running store. `Store.start` starts it, and a ``with`` statement stops it at its end.
+    """Running store, started by `Store.start`. As a context manager, it stops at the exit.
 
     Attributes:
         endpoint: Endpoint URL: ``http://ADDRESS:PORT``.

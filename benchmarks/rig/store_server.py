@@ -410,7 +410,7 @@ class Handler(BaseHTTPRequestHandler):
     # Control requests
 
     def _handle_control(self) -> None:
-        """Handle a control request of `benchmarks.rig.store.Store`."""
+        """Handle a control request of `benchmarks.rig.store`."""
         path, _, query = self.path.partition("?")
         server, body = self.server, self._read_body()
         match self.command, path:
