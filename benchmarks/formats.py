@@ -174,7 +174,7 @@ def make_sources(folder: Path, texts: Path, kinds: Sequence[str]) -> None:
                     tar.addfile(header, io.BytesIO(text))
 
 
-class Bench:
+class FormatsBench:
     """One invocation of the benchmark.
 
     Attributes:
@@ -254,7 +254,9 @@ def main() -> None:
         folder = Path(name)
         if "write" in options.only:
             install_mosaicml(folder / MOSAICML)
-        bench = Bench(folder, (16 if options.quick else 256) * MIB, 1 if options.quick else 3)
+        bench = FormatsBench(
+            folder, (16 if options.quick else 256) * MIB, 1 if options.quick else 3
+        )
         for length, characters in SIZES.items():
             bench.run(length, characters, options.only)
     results, lines = bench.results, list[list[str]]()
