@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.common import Results, measure_process, parse_options, print_table
 from benchmarks.rig import Rig, RigError
-from benchmarks.rig.ray_nodes import RayNodes
+from benchmarks.rig.ray_nodes import RigRayNodes
 from benchmarks.swarm_peers.memory import PeakMemory, is_ray_worker
 from millrace.gradients import (
     ChainStep,
@@ -159,7 +159,7 @@ def run_on_ray(folder: str, layers: int) -> dict[str, float]:
     """Merge the window with the weights on the nodes of a rig, and return the figures."""
     with (
         Rig.start(nodes=RAY_NODES, rate_mbit=10_000, store_mbit=10_000) as rig,
-        RayNodes.start(rig) as ray,
+        RigRayNodes.start(rig) as ray,
     ):
         command = [sys.executable, "-m", "benchmarks.ray_aggregator"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -58,7 +58,7 @@ DIVERGED = 2.0
 Change = Mapping[str, torch.Tensor]
 
 
-class Model(torch.nn.Module):
+class ByzantineModel(torch.nn.Module):
     """Model that predicts a character from the three before it."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Model(torch.nn.Module):
         return self.head(torch.relu(self.inner(self.embed(rows).flatten(1))))
 
 
-class Training:
+class ByzantineTraining:
     """Training of sixteen workers with their parts of the text.
 
     Attributes:
@@ -79,7 +79,7 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.initial = Model()
+        self.initial = ByzantineModel()
         whole = torch.tensor(list(read_text()[:2_000_000].encode("ascii", "replace")))
         whole = whole.clamp(max=127)
         self._held_out, seen = whole[:100_000], whole[100_000:]
@@ -98,7 +98,7 @@ class Training:
         after = dict(model.named_parameters())
         return {name: weight - after[name].detach() for name, weight in before.items()}
 
-    def make_model(self, state: WeightState) -> Model:
+    def make_model(self, state: WeightState) -> ByzantineModel:
         """Return a model with the weights of a state."""
         model = deepcopy(self.initial)
         with torch.no_grad():
@@ -114,7 +114,7 @@ class Training:
 
 
 def _compute_loss(
-    model: Model, words: torch.Tensor, rows: int, generator: torch.Generator
+    model: ByzantineModel, words: torch.Tensor, rows: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Return the cross entropy of random rows of text."""
     starts = torch.randint(0, len(words) - CONTEXT - 1, (rows,), generator=generator)
@@ -166,7 +166,7 @@ def train(merge: MergeSettings, windows: int, faulty: int = 0, attack: str = "")
         faulty: Number of workers that attack.
         attack: Name of the attack in `ATTACKS`.
     """
-    training = Training()
+    training = ByzantineTraining()
     settings = RunSettings(
         run="run",
         codec=CODEC,

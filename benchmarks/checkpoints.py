@@ -44,8 +44,8 @@ from benchmarks.common import (
     print_table,
     rotate_systems,
 )
-from benchmarks.rig import DISK, GOODPUT, Host, Rig
-from benchmarks.rig.store import Store
+from benchmarks.rig import DISK, GOODPUT, Rig, RigHost
+from benchmarks.rig.store import RigStore
 from benchmarks.server_cores import start_store
 
 SAVING_SYSTEMS = ("millrace", "in_place", "torch-dcp", "boto3", "floor")
@@ -365,7 +365,7 @@ def measure_race(members: int, size: int) -> float:
         Rig.start(
             nodes=2, rate_mbit=_MBIT, store_mbit=5 * _MBIT, disk_bytes=3 * size + 256 * MIB
         ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
+        RigStore.start(DISK / "objects", rig.store) as store,
     ):
         nodes = rig.nodes[:members]
         source = (DISK / "saved").as_uri()
@@ -385,7 +385,7 @@ def measure_race(members: int, size: int) -> float:
         return max(float(re.findall(r"in ([0-9.]+) s", text)[0]) for text in outputs)
 
 
-def _start_member(host: Host, settings: dict[str, Any]) -> "subprocess.Popen[str]":
+def _start_member(host: RigHost, settings: dict[str, Any]) -> "subprocess.Popen[str]":
     """Start a member of the race on a host."""
     path = DISK / "cooldown.yaml"  # YAML includes JSON
     host.call(path.write_text, json.dumps(settings))

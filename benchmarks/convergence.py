@@ -53,7 +53,7 @@ SETTINGS = RunSettings(
 )
 
 
-class Model(torch.nn.Module):
+class ConvergenceModel(torch.nn.Module):
     """Transformer that predicts the next character."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Model(torch.nn.Module):
         return self.head(self.body(x, mask=mask, is_causal=True))
 
 
-class Training:
+class ConvergenceTraining:
     """Training of eight workers with their parts of the text, the same for both systems.
 
     Attributes:
@@ -90,14 +90,14 @@ class Training:
         torch.manual_seed(seed)
         self._steps, self._windows = steps, windows
         self._done = [0] * WORKERS
-        self.initial = Model()
+        self.initial = ConvergenceModel()
         whole = torch.tensor(list(read_text()[:4_000_000].encode("ascii", "replace")))
         self.held_out, seen = whole[:200_000], whole[200_000:]
         self.parts = seen.chunk(WORKERS)
         self.generators = [torch.Generator().manual_seed(100 * seed + n) for n in range(WORKERS)]
         self.optimizers: list[torch.optim.Optimizer | None] = [None] * WORKERS
 
-    def train(self, model: Model, worker: int) -> None:
+    def train(self, model: ConvergenceModel, worker: int) -> None:
         """Train a model with the steps of one worker in a window. The optimizer keeps its state."""
         previous = self.optimizers[worker]
         optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +114,7 @@ class Training:
             optimizer.step()
         self.optimizers[worker] = optimizer
 
-    def compute_loss(self, model: Model) -> float:
+    def compute_loss(self, model: ConvergenceModel) -> float:
         """Return the loss on held-out text."""
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -133,7 +133,7 @@ def draw_rows(words: torch.Tensor, rows: int, generator: torch.Generator) -> tor
     return torch.stack([words[at : at + LENGTH + 1] for at in starts])
 
 
-def compute_loss(model: Model, rows: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: ConvergenceModel, rows: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of the next characters."""
     predictions = model(rows[:, :-1]).flatten(0, 1)
     return torch.nn.functional.cross_entropy(predictions, rows[:, 1:].flatten())
@@ -141,7 +141,7 @@ def compute_loss(model: Model, rows: torch.Tensor) -> torch.Tensor:
 
 def train_dense(seed: int, windows: int) -> list[float]:
     """Train with the average of the whole changes, and return the loss after each window."""
-    training = Training(seed, SETTINGS.steps, windows)
+    training = ConvergenceTraining(seed, SETTINGS.steps, windows)
     model = deepcopy(training.initial)
     losses = [training.compute_loss(model)]
     for _ in range(windows):
@@ -163,7 +163,7 @@ def train_compressed(
     seed: int, windows: int, settings: RunSettings = SETTINGS
 ) -> tuple[list[float], float]:
     """Train through a store, and return the loss after each window and the compression ratio."""
-    training = Training(seed, settings.steps, windows)
+    training = ConvergenceTraining(seed, settings.steps, windows)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         store = open_store(Path(folder).as_uri())
         begin_run(store, settings.chain_keys, select_weights(training.initial))

@@ -184,7 +184,7 @@ RUNS: dict[str, Callable[[dict[str, Any], Path, int], dict[str, float]]] = {
 }
 
 
-class Bench:
+class DigestBench:
     """One invocation: its servers, its folders, its results."""
 
     def __init__(self, results: Results, folder: Path, rgw: RGW, r2: R2Proxy) -> None:
@@ -273,7 +273,7 @@ def main() -> int:
             rules = Rules(write_interval=0)
             with R2Proxy.start(rgw.endpoint, keys, folder / "r2", rules=rules) as r2:
                 size, repeats = (64 * MIB, 1) if asked.quick else (512 * MIB, 3)
-                Bench(results, folder, rgw, r2).run(size=size, repeats=repeats)
+                DigestBench(results, folder, rgw, r2).run(size=size, repeats=repeats)
     compute_paths(results)
     report(results)
     results.save(asked.file)

@@ -26,7 +26,7 @@ class Endless(ThreadingHTTPServer):
     """The server, on a free port of 127.0.0.1.
 
     Attributes:
-        objects: How many there are.
+        objects: Number of objects in the listing.
     """
 
     def __init__(self, objects: int) -> None:

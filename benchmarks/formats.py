@@ -293,7 +293,7 @@ def publish_files(hub: Any, folder: Path, kind: str) -> HubFolder:
     return HubFolder(hub.endpoint, repo, tuple(paths), READER)
 
 
-class Bench:
+class FormatsBench:
     """One invocation of the benchmark.
 
     Attributes:
@@ -462,7 +462,7 @@ def main() -> None:
             )
         if {WRITE, UPLOAD}.intersection(options.only):
             install_mosaicml(folder / MOSAICML)
-        bench = Bench(folder, options, hub, bucket)
+        bench = FormatsBench(folder, options, hub, bucket)
         for characters in SIZES:
             bench.run(characters)
     bench.print()

@@ -84,7 +84,7 @@ GPT2 = {
 
 
 @dataclass(slots=True)
-class Bench:
+class GradientsBench:
     """One invocation of the benchmark.
 
     Attributes:
@@ -380,7 +380,7 @@ def report(results: Results) -> None:
 def main() -> int:
     """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
     options = parse_options("gradients", __doc__, device=True)
-    bench = Bench(options.quick, options.device)
+    bench = GradientsBench(options.quick, options.device)
     bench.measure_sizes()
     bench.measure_speeds()
     bench.measure_merges()

@@ -206,7 +206,7 @@ def _format_value(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-class Bench:
+class LoaderBench:
     """One invocation of the benchmark.
 
     Attributes:
@@ -281,7 +281,7 @@ def main() -> None:
             credentials=make_credentials(rgw.full),
             region="us-east-1",
         )
-        bench = Bench(spec, packages, size, repeats)
+        bench = LoaderBench(spec, packages, size, repeats)
         results = bench.results
         for work in (one for one in FORMATS if one in options.only):
             lines += [make_line(results, work, system) for system in bench.run(work)]

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.common import rotate_systems
 from benchmarks.loader_peers import StoredShards
 from benchmarks.loader_runs import run_millrace, run_peer
-from benchmarks.rig import DISK, GOODPUT, Host, Rig
-from benchmarks.rig.store import Store
-from benchmarks.rig.store_faults import Fault, FaultKind
+from benchmarks.rig import DISK, GOODPUT, Rig, RigHost
+from benchmarks.rig.store import RigStore
+from benchmarks.rig.store_faults import FaultKind, RigFault
 from millrace.storage import StoreSpec
 
 LINK_MBIT, STORE_MBIT = 200.0, 2000.0
@@ -43,11 +43,11 @@ def measure_link(
         Rig.start(
             nodes=1, rate_mbit=LINK_MBIT, store_mbit=STORE_MBIT, disk_bytes=2 * size + (64 << 20)
         ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
+        RigStore.start(DISK / "objects", rig.store) as store,
     ):
         for path in paths:
             store.put(str(path.relative_to(objects)), path.read_bytes())
-        store.inject_fault(Fault(FaultKind.DELAY, operation="", times=None, seconds=LATENCY))
+        store.inject_fault(RigFault(FaultKind.DELAY, operation="", times=None, seconds=LATENCY))
         for repeat in range(repeats):
             for system in rotate_systems(SYSTEMS, repeat):
                 order = {
@@ -63,7 +63,7 @@ def compute_link_seconds(size: int) -> float:
     return size / (LINK_MBIT * 1e6 / 8 * GOODPUT)
 
 
-def _run_on(host: Host, order: dict[str, Any]) -> dict[str, float]:
+def _run_on(host: RigHost, order: dict[str, Any]) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.loader_link"]
     return json.loads(host.run(command, stdin=json.dumps(order), timeout=TIMEOUT).splitlines()[-1])
 

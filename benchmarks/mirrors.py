@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import quantiles
 
 from benchmarks.common import Results, parse_options, print_table, rotate_systems
-from benchmarks.rig.store import Fault, FaultKind
-from benchmarks.rig.store import Store as Rig
+from benchmarks.rig.store import FaultKind, RigFault
+from benchmarks.rig.store import RigStore as Rig
 from millrace.storage import Credentials, Store, open_store, read_range
 from millrace.storage.mirror_policy import MirrorPolicy
 from millrace.storage.mirrored import MirroredReader
@@ -66,7 +66,7 @@ def prepare(rig: Rig, share: float, seed: int) -> None:
     for part, seconds in ((share, PAUSE), (1.0, LATENCY)):
         if part:
             rig.inject_fault(
-                Fault(FaultKind.STALL, times=None, share=part, seconds=seconds, seed=seed)
+                RigFault(FaultKind.STALL, times=None, share=part, seconds=seconds, seed=seed)
             )
 
 

@@ -117,7 +117,7 @@ class ProcessWatch:
 
 
 @dataclass(slots=True)
-class Bench:
+class PrefectBench:
     """One Prefect server with a worker, and the runs that it is asked for."""
 
     server: PrefectServerProcess
@@ -246,7 +246,7 @@ def find_times(store: Path, dataset: str, shards: int) -> tuple[float, float]:
 @contextmanager
 def start_bench(
     database: str, folder: Path, results: Results, programs: Path | None
-) -> Iterator[Bench]:
+) -> Iterator[PrefectBench]:
     """Start a Prefect server on a database, deploy the flows, and start a worker."""
     with ExitStack() as stack:
         settings = {"PREFECT_SERVER_LOGGING_LEVEL": "INFO"}  # a line for each request
@@ -283,7 +283,7 @@ def start_bench(
             environment=environment,
         )
         stack.callback(worker.stop)
-        yield Bench(server, worker, database, folder / database, results)
+        yield PrefectBench(server, worker, database, folder / database, results)
 
 
 def add_overhead(results: Results) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.common import Results, parse_options, print_table, rotate_systems
 from benchmarks.corpus import write_jsonl
-from benchmarks.rig import DISK, GOODPUT, Host, Rig, RigError
-from benchmarks.rig.ray_nodes import RayNodes
-from benchmarks.rig.store import Store
+from benchmarks.rig import DISK, GOODPUT, Rig, RigError, RigHost
+from benchmarks.rig.ray_nodes import RigRayNodes
+from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.memory import PeakMemory, is_ray_worker
 
 MIB = 1 << 20
@@ -64,13 +64,13 @@ class Corpus:
                 bodies[-1] += line
         return cls(tuple(bodies))
 
-    def upload(self, store: Store) -> None:
+    def upload(self, store: RigStore) -> None:
         """Put the files into a store."""
         for number, body in enumerate(self.files):
             store.put(f"source/{number:05d}.jsonl", body)
 
 
-def make_settings(store: Store, ray: RayNodes, shard_bytes: int) -> dict[str, Any]:
+def make_settings(store: RigStore, ray: RigRayNodes, shard_bytes: int) -> dict[str, Any]:
     """Return the settings of a run."""
     return {
         "dataset": "text",
@@ -82,7 +82,7 @@ def make_settings(store: Store, ray: RayNodes, shard_bytes: int) -> dict[str, An
 
 
 @contextmanager
-def start_cluster(corpus: Corpus, nodes: int) -> Generator[tuple[Rig, Store, RayNodes]]:
+def start_cluster(corpus: Corpus, nodes: int) -> Generator[tuple[Rig, RigStore, RigRayNodes]]:
     """Start a Ray cluster on a new rig, whose store has the corpus."""
     with (
         Rig.start(
@@ -91,15 +91,15 @@ def start_cluster(corpus: Corpus, nodes: int) -> Generator[tuple[Rig, Store, Ray
             store_mbit=STORE_MBIT,
             disk_bytes=4 * corpus.size + 512 * MIB,
         ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
-        RayNodes.start(rig, object_store=256 * MIB) as ray,
+        RigStore.start(DISK / "objects", rig.store) as store,
+        RigRayNodes.start(rig, object_store=256 * MIB) as ray,
     ):
         corpus.upload(store)
         yield rig, store, ray
 
 
 def start_driver(
-    host: Host, system: str, store: Store, ray: RayNodes, shard_bytes: int = FILE_SIZE
+    host: RigHost, system: str, store: RigStore, ray: RigRayNodes, shard_bytes: int = FILE_SIZE
 ) -> "subprocess.Popen[str]":
     """Start `benchmarks.ray_sharding` on a host."""
     command = [sys.executable, "-m", "benchmarks.ray_sharding"]

@@ -103,7 +103,7 @@ class Run:
         self._process.stdin.flush()
 
 
-class Bench:
+class ResumeBench:
     """One invocation of the benchmark.
 
     Attributes:
@@ -206,7 +206,7 @@ def report(results: Results) -> None:
 def main() -> int:
     """Run the benchmark, print the table, and write the rows as JSON if ``--json`` is set."""
     options = parse_options("resume", __doc__)
-    bench = Bench(quick=options.quick)
+    bench = ResumeBench(quick=options.quick)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         source = folder / "source" / FILE

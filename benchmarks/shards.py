@@ -75,7 +75,7 @@ BUFFER_BOUND = SHARD * (UPLOADS + 1) * WORKERS
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ShardsWork:
     """Dataset to shard.
 
     Attributes:
@@ -92,14 +92,14 @@ class Work:
 
 
 WORKS = (
-    Work("1 KB", 1_000, 512 * MIB, 64 * MIB),
-    Work("20 KB", 20_000, 2048 * MIB, 256 * MIB),
-    Work("100 KB", 100_000, 2048 * MIB, 256 * MIB),
+    ShardsWork("1 KB", 1_000, 512 * MIB, 64 * MIB),
+    ShardsWork("20 KB", 20_000, 2048 * MIB, 256 * MIB),
+    ShardsWork("100 KB", 100_000, 2048 * MIB, 256 * MIB),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ShardsTarget:
     """Destination of a run's shards.
 
     Attributes:
@@ -129,7 +129,7 @@ class Target:
         return [key for key in self.list_keys() if key.endswith(".tar")]
 
 
-def run_millrace(source: Path, target: Target, partition: int) -> dict[str, float]:
+def run_millrace(source: Path, target: ShardsTarget, partition: int) -> dict[str, float]:
     """Shard a folder of JSON lines with Millrace."""
     settings = _make_settings(source, target, partition)
     cpu, began = CpuTimer(), time.perf_counter()
@@ -138,7 +138,7 @@ def run_millrace(source: Path, target: Target, partition: int) -> dict[str, floa
     return _make_figures(report.manifest.size, wall, spent)
 
 
-def run_webdataset(source: Path, target: Target) -> dict[str, float]:
+def run_webdataset(source: Path, target: ShardsTarget) -> dict[str, float]:
     """Shard a folder of JSON lines with webdataset, and upload and delete each shard."""
     from webdataset.writer import ShardWriter
 
@@ -164,7 +164,7 @@ def run_webdataset(source: Path, target: Target) -> dict[str, float]:
     return _make_figures(size, wall, spent)
 
 
-def run_floor(prepared: Path, target: Target) -> dict[str, float]:
+def run_floor(prepared: Path, target: ShardsTarget) -> dict[str, float]:
     """Upload shards from memory with a few processes."""
     spawn = multiprocessing.get_context("spawn")
     files = sorted(prepared.rglob("*.tar"))
@@ -187,7 +187,7 @@ def run_floor(prepared: Path, target: Target) -> dict[str, float]:
 
 
 def _upload_prepared(
-    files: list[Path], target: Target, start: StartEvent, pipe: Connection
+    files: list[Path], target: ShardsTarget, start: StartEvent, pipe: Connection
 ) -> None:
     """Read shards into memory, wait for the start, upload them, and send the CPU seconds."""
     shards = {f"{target.prefix}/{file.name}": file.read_bytes() for file in files}
@@ -233,7 +233,7 @@ def _make_figures(size: int, wall: float, cpu: float) -> dict[str, float]:
 
 
 def _make_settings(
-    source: Path, target: Target, partition: int, *, folder: Path | None = None
+    source: Path, target: ShardsTarget, partition: int, *, folder: Path | None = None
 ) -> PipelineSettings:
     """Return the settings of a run, which writes into the target or into a folder."""
     if folder is None:
@@ -259,7 +259,7 @@ def _fill_page_cache(folder: Path) -> None:
                 pass
 
 
-def digest_samples(target: Target) -> tuple[int, str]:
+def digest_samples(target: ShardsTarget) -> tuple[int, str]:
     """Return the number of samples of a run, and a digest of their payloads in any order."""
     client = target.make_client()
     total = count = 0
@@ -281,7 +281,7 @@ def _iterate_payloads(tar: bytes) -> Iterator[memoryview]:
         at += 512 + -(-size // 512) * 512
 
 
-class Bench:
+class ShardsBench:
     """One invocation of the benchmark, with its server, folders and results.
 
     Attributes:
@@ -293,7 +293,7 @@ class Bench:
         self._rgw, self._folder, self._quick = rgw, folder, quick
         self._bucket = rgw.create_bucket("bench")
 
-    def run(self, work: Work) -> None:
+    def run(self, work: ShardsWork) -> None:
         """Run the systems over one work, alternately."""
         source, prepared = self._folder / "source", self._folder / "ready"
         size = work.quick if self._quick else work.size
@@ -350,8 +350,8 @@ class Bench:
             f"plan {files:,} files", "millrace", "peak_rss_MB", measurement.peak_rss / 1e6
         )
 
-    def _make_target(self, prefix: str) -> Target:
-        return Target(self._rgw.endpoint, self._rgw.full, self._bucket, prefix)
+    def _make_target(self, prefix: str) -> ShardsTarget:
+        return ShardsTarget(self._rgw.endpoint, self._rgw.full, self._bucket, prefix)
 
     def _delete(self, *prefixes: str) -> None:
         for prefix in prefixes:
@@ -404,7 +404,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         with start_store(folder / "rgw", capacity=CAPACITY) as rgw:
-            bench = Bench(rgw, folder, quick=options.quick)
+            bench = ShardsBench(rgw, folder, quick=options.quick)
             bench.run_idle()
             bench.run_planning()
             for work in WORKS:

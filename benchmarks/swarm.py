@@ -50,7 +50,7 @@ from benchmarks.common import (
     rotate_systems,
 )
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
 from benchmarks.swarm_peers.zones import KEY, NODE, ZoneFigures, run_zones
@@ -67,7 +67,7 @@ Values = dict[tuple[str, str, str], Row]  # rows by work, system and metric
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SwarmWork:
     """Files to copy to nodes.
 
     Attributes:
@@ -93,20 +93,20 @@ class Work:
 
 
 WORKS = (
-    Work("4 nodes", 4, 200, 1, 512 * MIB, 64 * MIB),
-    Work("8 nodes", 8, 100, 1, 128 * MIB, 32 * MIB),
-    Work("small files", 4, 200, 1000, 10_000, 10_000),
+    SwarmWork("4 nodes", 4, 200, 1, 512 * MIB, 64 * MIB),
+    SwarmWork("8 nodes", 8, 100, 1, 128 * MIB, 32 * MIB),
+    SwarmWork("small files", 4, 200, 1000, 10_000, 10_000),
 )
 
 
-def run_system(work: Work, system: str, size: int) -> Figures:
+def run_system(work: SwarmWork, system: str, size: int) -> Figures:
     """Run one system over one work on a new rig."""
     disk_bytes = 3 * work.files * size + 512 * MIB  # two copies and Ray's object store
     with (
         Rig.start(
             nodes=work.nodes, rate_mbit=work.mbit, store_mbit=work.mbit, disk_bytes=disk_bytes
         ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
+        RigStore.start(DISK / "objects", rig.store) as store,
     ):
         keys = [f"files/{number:04d}" for number in range(work.files)]
         for number, key in enumerate(keys):
@@ -174,7 +174,7 @@ def run_shaped(
             link_mbit=link_mbit,
             disk_bytes=2 * size + 256 * MIB,
         ) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
+        RigStore.start(DISK / "objects", rig.store) as store,
     ):
         for host, rate in zip(rig.nodes, rates, strict=True):
             rig.shape(host, rate)

@@ -44,12 +44,13 @@ CLIENT_RETRIES = 7
 def wait_until(
     look: Callable[[], T | None], what: str, *, progress: Callable[[], object] = lambda: None
 ) -> T:
-    """Wait for something to be seen in another process; the first that is not None or False.
+    """Wait until a function returns something else than None and False, and return the result.
 
     Args:
-        look: What is waited for.
-        what: Of it, for the error.
-        progress: How far it is: as long as that changes, it is waited for further.
+        look: Function that looks for a change in another process.
+        what: Description of the change, for the error.
+        progress: Function whose result differs while the other process makes progress. A change of
+            the result extends the wait.
     """
     deadline, before = time.monotonic() + PATIENCE, progress()
     while True:

@@ -34,7 +34,7 @@ class RayCluster:
 
     Attributes:
         address: For ``ray.init``.
-        environment: What a process needs in order to be let in.
+        environment: Environment variables of a process that can join the cluster.
         disks: Each node's folder.
     """
 

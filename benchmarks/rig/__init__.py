@@ -4,6 +4,6 @@
 `ray_nodes` starts a Ray cluster on them. The benchmark of the swarm and its fault tests use it.
 """
 
-from benchmarks.rig.hosts import DISK, GOODPUT, Host, Rig, RigError, find_obstacle
+from benchmarks.rig.hosts import DISK, GOODPUT, Rig, RigError, RigHost, find_obstacle
 
-__all__ = ["DISK", "GOODPUT", "Host", "Rig", "RigError", "find_obstacle"]
+__all__ = ["DISK", "GOODPUT", "Rig", "RigError", "RigHost", "find_obstacle"]

@@ -101,7 +101,7 @@ def _unshare(namespaces: int) -> None:
         raise RigError(f"New namespaces are not allowed here: {fault}.")
 
 
-class Host:
+class RigHost:
     """A host of the rig.
 
     Attributes:
@@ -285,8 +285,8 @@ class Rig:
 
     def __init__(
         self,
-        nodes: Sequence[Host],
-        store: Host,
+        nodes: Sequence[RigHost],
+        store: RigHost,
         switch: _NamespaceThread,
         *,
         far: int = 0,
@@ -332,8 +332,8 @@ class Rig:
             switch = _NamespaceThread("switch", NEWNET)
             stack.callback(switch.stop)
 
-            def make_host(name: str, number: int, rate: float) -> Host:
-                host = Host(name, number, rate, disk_bytes=disk_bytes, limit=limit)
+            def make_host(name: str, number: int, rate: float) -> RigHost:
+                host = RigHost(name, number, rate, disk_bytes=disk_bytes, limit=limit)
                 stack.callback(host.stop)
                 return host
 
@@ -344,7 +344,7 @@ class Rig:
         return rig
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[RigHost, ...]:
         """All nodes, and the host of the store."""
         return (*self.nodes, self.store)
 
@@ -360,7 +360,7 @@ class Rig:
             host.call(_run_batch, "ip", own)
             self.shape(host, host.rate_mbit)
 
-    def shape(self, host: Host, rate_mbit: float) -> None:
+    def shape(self, host: RigHost, rate_mbit: float) -> None:
         """Change the rate of a host's link in both directions."""
         host.rate_mbit = rate_mbit
         for call, device in ((host.call, "eth0"), (self._switch.call, host.name)):
@@ -393,11 +393,11 @@ class Rig:
         )
         return sent, returned
 
-    def unplug(self, host: Host) -> None:
+    def unplug(self, host: RigHost) -> None:
         """Disconnect a host. Its peers receive nothing, and do not see closed connections."""
         self._switch.call(_run_batch, "ip", [f"link set {host.name} down"])
 
-    def plug(self, host: Host) -> None:
+    def plug(self, host: RigHost) -> None:
         """Connect a host that was disconnected."""
         self._switch.call(_run_batch, "ip", [f"link set {host.name} up"])
 

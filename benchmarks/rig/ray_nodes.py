@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.common import walk_process_tree
-from benchmarks.rig.hosts import DISK, Host, Rig
+from benchmarks.rig.hosts import DISK, Rig, RigHost
 
 PORT = 6379
 FOLDER = DISK / "ray"  # the path of a UNIX socket has at most 107 bytes
@@ -34,8 +34,8 @@ QUIET = {
 }
 
 
-class RayNodes:
-    """A running cluster. `RayNodes.start` starts it, and a ``with`` statement stops it at its end.
+class RigRayNodes:
+    """Running cluster, started by `RigRayNodes.start`. As a context manager, it stops at the exit.
 
     Attributes:
         hosts: Hosts of the cluster, with the head's host first.
@@ -43,7 +43,7 @@ class RayNodes:
         environment: Environment variables for such a process, with the cluster's token.
     """
 
-    def __init__(self, hosts: Sequence[Host], environment: dict[str, str]) -> None:
+    def __init__(self, hosts: Sequence[RigHost], environment: dict[str, str]) -> None:
         """Describe a cluster that `start` has started."""
         self.hosts = tuple(hosts)
         self.address = f"{hosts[0].address}:{PORT}"
@@ -78,7 +78,7 @@ class RayNodes:
         ray += ["--temp-dir", FOLDER, "--disable-usage-stats", "--include-log-monitor=false"]
         ray += ["--object-store-memory", str(object_store)]
 
-        def start(host: Host, cpus: int, *more: str) -> None:
+        def start(host: RigHost, cpus: int, *more: str) -> None:
             node = [f"--node-ip-address={host.address}", f"--num-cpus={cpus}"]
             host.run([*ray, *node, *more], env=environment, timeout=START_TIMEOUT)
 

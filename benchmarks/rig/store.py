@@ -9,7 +9,7 @@ It counts the requests of each operation. For each object, it counts the GetObje
 bytes of bodies that were passed to the socket. If a client closes its connection early, this can be
 more than the client received. `FaultKind` lists the faults.
 
-``python -m benchmarks.rig.store --folder FOLDER`` runs a server. `Store` starts a server, and
+``python -m benchmarks.rig.store --folder FOLDER`` runs a server. `RigStore` starts a server, and
 controls it with requests to other paths, such as ``/_counts``. Such requests are neither signed nor
 counted.
 """
@@ -29,13 +29,13 @@ from urllib.parse import urlencode
 
 from obstore.store import S3Store
 
-from benchmarks.rig.hosts import Host
-from benchmarks.rig.store_faults import Fault, FaultKind
+from benchmarks.rig.hosts import RigHost
+from benchmarks.rig.store_faults import FaultKind, RigFault
 from benchmarks.rig.store_server import Server
 from millrace.testing.key import Key
 from millrace.testing.process import REPOSITORY
 
-__all__ = ["Counts", "Fault", "FaultKind", "Head", "ObjectCounts", "Store"]
+__all__ = ["Counts", "FaultKind", "Head", "ObjectCounts", "RigFault", "RigStore"]
 
 BUCKET = "rig"
 REGION = "us-east-1"
@@ -88,8 +88,8 @@ class Counts:
     pending: int
 
 
-class Store:
-    """A running store. `Store.start` starts it, and a ``with`` statement stops it at its end.
+class RigStore:
+    """Running store, started by `RigStore.start`. As a context manager, it stops at the exit.
 
     Attributes:
         endpoint: Endpoint URL: ``http://ADDRESS:PORT``.
@@ -98,7 +98,12 @@ class Store:
     """
 
     def __init__(
-        self, process: subprocess.Popen[Any], address: str, port: int, key: Key, host: Host | None
+        self,
+        process: subprocess.Popen[Any],
+        address: str,
+        port: int,
+        key: Key,
+        host: RigHost | None,
     ) -> None:
         """Describe a store that `start` has started."""
         self.endpoint = f"http://{address}:{port}"
@@ -107,7 +112,7 @@ class Store:
         self._process, self._address, self._port, self._host = process, address, port, host
 
     @classmethod
-    def start(cls, folder: Path, host: Host | None = None) -> Self:
+    def start(cls, folder: Path, host: RigHost | None = None) -> Self:
         """Start a store, and wait until it accepts requests.
 
         Args:
@@ -191,7 +196,7 @@ class Store:
         """Return the size and the ETag of an object, without counting a request."""
         return Head(**self._control("GET", f"/_object?{urlencode({'key': key})}"))
 
-    def inject_fault(self, fault: Fault) -> None:
+    def inject_fault(self, fault: RigFault) -> None:
         """Inject a fault into the next requests that match it."""
         self._control("POST", "/_faults", json.dumps(asdict(fault)).encode())
 

@@ -28,7 +28,7 @@ BODY_FAULTS = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE, FaultKind.STALL})
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RigFault:
     """Fault of the requests that match its attributes.
 
     Attributes:
@@ -63,13 +63,13 @@ class Fault:
 
 @dataclass(slots=True)
 class _PendingFault:
-    fault: Fault
+    fault: RigFault
     remaining: float
     generator: random.Random
 
 
 @dataclass(slots=True)
-class Faults:
+class RigFaults:
     """Faults for the requests of many threads.
 
     Attributes:
@@ -80,13 +80,13 @@ class Faults:
     _pending: list[_PendingFault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: RigFault) -> None:
         """Add a fault for the next requests that match it."""
         remaining = float("inf") if fault.times is None else fault.times
         with self._lock:
             self._pending.append(_PendingFault(fault, remaining, random.Random(fault.seed)))
 
-    def choose(self, operation: str, key: str, start: int = 0, end: int = 0) -> Fault | None:
+    def choose(self, operation: str, key: str, start: int = 0, end: int = 0) -> RigFault | None:
         """Choose the fault for a request.
 
         It is counted before it is injected, so that no client sees a fault before its count. The
@@ -111,7 +111,7 @@ class Faults:
                     return fault
         return None
 
-    def restore(self, fault: Fault) -> None:
+    def restore(self, fault: RigFault) -> None:
         """Keep a fault for another request, because the client was disconnected before it."""
         with self._lock:
             for pending in self._pending:  # empty if the faults were cleared meanwhile

@@ -34,7 +34,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class RigPage:
     """A page of a listing.
 
     Attributes:
@@ -124,7 +124,7 @@ class Objects:
             before.path.unlink()  # readers have the file open
         return stored
 
-    def list_page(self, prefix: str, delimiter: str, after: str, limit: int) -> Page:
+    def list_page(self, prefix: str, delimiter: str, after: str, limit: int) -> RigPage:
         """Return a page of a listing.
 
         Args:
@@ -138,13 +138,13 @@ class Objects:
         last = ""
         for name, stored in self._iterate_names(prefix, delimiter, after):
             if len(objects) + len(prefixes) == limit:
-                return Page(objects, prefixes, last)
+                return RigPage(objects, prefixes, last)
             last = name
             if stored is None:
                 prefixes.append(name)
             else:
                 objects.append((name, stored))
-        return Page(objects, prefixes, "")
+        return RigPage(objects, prefixes, "")
 
     def _iterate_names(
         self, prefix: str, delimiter: str, after: str

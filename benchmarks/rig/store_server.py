@@ -23,7 +23,7 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote
 from xml.sax.saxutils import escape
 
-from benchmarks.rig.store_faults import BODY_FAULTS, Fault, FaultKind, Faults
+from benchmarks.rig.store_faults import BODY_FAULTS, FaultKind, RigFault, RigFaults
 from benchmarks.rig.store_objects import Objects, StoredObject, open_object
 from millrace.testing import sigv4
 from millrace.testing.key import Key
@@ -125,7 +125,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((address, 0), Handler)
         self.bucket, self.key = bucket, key
         self.objects = Objects(folder)
-        self.counters, self.faults = Counters(), Faults()
+        self.counters, self.faults = Counters(), RigFaults()
         self.release = threading.Event()  # ends the stalls at a reset
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -263,7 +263,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None:
             self._raise_fault(fault)
 
-    def _raise_fault(self, fault: Fault) -> None:
+    def _raise_fault(self, fault: RigFault) -> None:
         """Raise the error of a fault, or wait for a delay."""
         if fault.kind is FaultKind.DELAY:
             self.server.release.wait(fault.seconds)
@@ -325,7 +325,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(416, "InvalidRange")
         return start, end, True
 
-    def _send_body(self, body: "_BodySender", fault: Fault | None) -> None:
+    def _send_body(self, body: "_BodySender", fault: RigFault | None) -> None:
         """Send a body, with a fault if there is one."""
         if fault is None:
             body.send(body.end)
@@ -339,7 +339,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self.close_connection:
             body.send(body.end)
 
-    def _inject_fault(self, fault: Fault, body: "_BodySender") -> None:
+    def _inject_fault(self, fault: RigFault, body: "_BodySender") -> None:
         """Inject the fault at the current position of a body."""
         match fault.kind:
             case FaultKind.FLIP:
@@ -410,7 +410,7 @@ class Handler(BaseHTTPRequestHandler):
     # Control requests
 
     def _handle_control(self) -> None:
-        """Handle a control request of `benchmarks.rig.store.Store`."""
+        """Handle a control request of `benchmarks.rig.store`."""
         path, _, query = self.path.partition("?")
         server, body = self.server, self._read_body()
         match self.command, path:
@@ -419,7 +419,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_json({**server.counters.make_json(), "fired": fired, "pending": pending})
             case "POST", "/_faults":
                 fault = json.loads(body)
-                server.faults.add(Fault(**{**fault, "kind": FaultKind(fault["kind"])}))
+                server.faults.add(RigFault(**{**fault, "kind": FaultKind(fault["kind"])}))
                 self._send_json({})
             case "POST", "/_generate":
                 self._send_head(server.objects.generate(**json.loads(body)))

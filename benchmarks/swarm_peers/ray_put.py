@@ -13,7 +13,7 @@ from benchmarks.swarm_peers.naive import CONCURRENCY, RANGE
 from benchmarks.swarm_peers.order import Order, Timer, Times, print_times, read_order, write_file
 
 
-class Node:
+class RayPutNode:
     """Actor on one node."""
 
     def __init__(self, order: Order) -> None:
@@ -55,7 +55,7 @@ def main() -> None:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    actor: Any = ray.remote(Node)
+    actor: Any = ray.remote(RayPutNode)
     reader, *others = [
         actor.options(num_cpus=0, scheduling_strategy=strategy).remote(order)
         for strategy in strategies

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.common import print_table
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
-from benchmarks.rig.ray_nodes import RayNodes
-from benchmarks.rig.store import Store
+from benchmarks.rig.ray_nodes import RigRayNodes
+from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.memory import PeakMemory, is_any_process, is_ray_worker
 from benchmarks.swarm_peers.order import Order, Times, parse_times
 from benchmarks.swarm_peers.xenna_python import NoXennaError, ensure_xenna_python
@@ -49,7 +49,7 @@ class Figures:
     store_gets: int
 
     @classmethod
-    def gather(cls, times: Times, memory: PeakMemory, store: Store) -> "Figures":
+    def gather(cls, times: Times, memory: PeakMemory, store: RigStore) -> "Figures":
         """Combine the times of a peer with its memory and the counts of the store."""
         counts = store.read_counts()
         gets = sum(each.gets for each in counts.objects.values())
@@ -57,7 +57,7 @@ class Figures:
 
 
 def run_peer(
-    rig: Rig, store: Store, name: str, keys: Sequence[str], destination: Path = DESTINATION
+    rig: Rig, store: RigStore, name: str, keys: Sequence[str], destination: Path = DESTINATION
 ) -> Figures:
     """Copy objects to every node of a rig with a peer.
 
@@ -78,7 +78,7 @@ def run_peer(
     return figures
 
 
-def check_files(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> None:
+def check_files(rig: Rig, store: RigStore, keys: Sequence[str], destination: Path) -> None:
     """Compare the files of every node with the objects of the store.
 
     Raises:
@@ -100,7 +100,7 @@ def _compute_md5(path: Path) -> str:
         return str(error)
 
 
-def _run_naive(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
+def _run_naive(rig: Rig, store: RigStore, keys: Sequence[str], destination: Path) -> Figures:
     """Run the naive peer: a process on every node."""
     order = Order(store.make_config(), list(keys), str(destination), "", {})
     command = [sys.executable, "-m", "benchmarks.swarm_peers.naive"]
@@ -138,34 +138,34 @@ def _read_line(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def _run_ray(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
+def _run_ray(rig: Rig, store: RigStore, keys: Sequence[str], destination: Path) -> Figures:
     """Run the peer with Ray's object store."""
     object_store = 80 * MIB + sum(store.head(key).size for key in keys) * 5 // 4
-    with RayNodes.start(rig, object_store=object_store) as ray:
+    with RigRayNodes.start(rig, object_store=object_store) as ray:
         order = Order(store.make_config(), list(keys), str(destination), ray.address, {})
         return _run_driver(rig, store, ray, Path(sys.executable), "ray_put", order)
 
 
-def _run_millrace(rig: Rig, store: Store, keys: Sequence[str], destination: Path) -> Figures:
+def _run_millrace(rig: Rig, store: RigStore, keys: Sequence[str], destination: Path) -> Figures:
     """Run Millrace with agents that Ray starts."""
     requested = list(keys) if len(keys) == 1 else []  # several keys are requested by prefix
-    with RayNodes.start(rig) as ray:
+    with RigRayNodes.start(rig) as ray:
         order = Order(store.make_config(), requested, str(destination), ray.address, {})
         return _run_driver(rig, store, ray, Path(sys.executable), "millrace_nodes", order)
 
 
 def _run_xenna(
-    rig: Rig, store: Store, keys: Sequence[str], destination: Path, *, options: dict[str, Any]
+    rig: Rig, store: RigStore, keys: Sequence[str], destination: Path, *, options: dict[str, Any]
 ) -> Figures:
     """Run cosmos-xenna."""
     python = ensure_xenna_python()
-    with RayNodes.start(rig, python=python) as ray:
+    with RigRayNodes.start(rig, python=python) as ray:
         order = Order(store.make_config(), list(keys), str(destination), ray.address, options)
         return _run_driver(rig, store, ray, python, "xenna", order)
 
 
 def _run_driver(
-    rig: Rig, store: Store, ray: RayNodes, python: Path, script: str, order: Order
+    rig: Rig, store: RigStore, ray: RigRayNodes, python: Path, script: str, order: Order
 ) -> Figures:
     """Run the script of a peer on the node of Ray's head."""
     command = [python, "-m", f"benchmarks.swarm_peers.{script}"]
@@ -176,7 +176,7 @@ def _run_driver(
     return Figures.gather(parse_times(output.splitlines()[-1]), memory, store)
 
 
-PEERS: dict[str, Callable[[Rig, Store, Sequence[str], Path], Figures]] = {
+PEERS: dict[str, Callable[[Rig, RigStore, Sequence[str], Path], Figures]] = {
     "millrace": _run_millrace,
     "naive": _run_naive,
     "ray": _run_ray,
@@ -213,7 +213,7 @@ def main() -> None:
         # Some peers write the object twice, and Ray's object store has a third copy.
         with (
             Rig.start(**rates, disk_bytes=3 * size + 512 * MIB) as rig,
-            Store.start(DISK / "objects", rig.store) as store,
+            RigStore.start(DISK / "objects", rig.store) as store,
         ):
             store.generate("object", size)
             try:

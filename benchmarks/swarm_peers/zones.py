@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from benchmarks.common import read_cpu_seconds
 from benchmarks.rig import Rig, RigError
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.order import Order, read_order
 from benchmarks.swarm_peers.spec import make_spec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
@@ -48,7 +48,7 @@ class ZoneFigures:
 
 
 def run_zones(
-    rig: Rig, store: Store, keys: Sequence[str], destination: Path, *, encrypted: bool = True
+    rig: Rig, store: RigStore, keys: Sequence[str], destination: Path, *, encrypted: bool = True
 ) -> ZoneFigures:
     """Copy objects to every node of a rig.
 

@@ -28,8 +28,8 @@ from millrace.schemas.dataset import (
     SourceRange,
 )
 from millrace.storage import put
+from millrace.storage.answers import READ_BLOCK_SIZE
 from millrace.storage.open import open_scratch_store
-from millrace.storage.read import READ_BLOCK_SIZE
 
 _MAX_ROWS = 100  # rows of the source that are looked at
 _MAX_ROW_BYTES = 16 << 20  # bytes of these rows

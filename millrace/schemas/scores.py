@@ -53,14 +53,14 @@ class ScoringRules(RecordPart):
         default=0.1,
         ge=-1,
         le=1,
-        description="Of `templar`: moving average below which a worker counts as one that does not "
-        "train on its own pages.",
+        description="Moving average below which a worker counts as one that does not train on its "
+        "own pages, for `templar`.",
     )
     warmup: int = Field(
         title="Windows before use of own pages counts",
         default=10,
         ge=0,
-        description="Of `templar`: number of evaluations of a worker before `least_use` applies.",
+        description="Number of evaluations of a worker before `least_use` applies, for `templar`.",
     )
     max_overlap: float = Field(
         title="Largest overlap",

@@ -18,9 +18,9 @@ from pathlib import Path
 from obstore.exceptions import GenericError
 
 from millrace import errors
+from millrace.storage.answers import READ_BLOCK_SIZE, Stat, check_etag, check_size, join_blocks
 from millrace.storage.locations import Backend
 from millrace.storage.open import Store
-from millrace.storage.read import READ_BLOCK_SIZE, Stat, check_etag, check_size, join_blocks
 from millrace.storage.retry import call_with_retries
 from millrace.storage.signed import can_sign, head_with_signature, iterate_with_signature
 from millrace.storage.spec import Credentials

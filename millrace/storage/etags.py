@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from millrace.storage.answers import Stat
 from millrace.storage.clients import make_full_key
 from millrace.storage.open import Store
-from millrace.storage.read import Stat
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -16,10 +16,10 @@ from urllib.parse import unquote_plus
 import botocore.handlers
 from obstore.exceptions import GenericError
 
+from millrace.storage.answers import Stat
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.foreign import compute_deadline, limit_requests
 from millrace.storage.open import Store
-from millrace.storage.read import Stat
 from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from millrace import errors
+from millrace.storage.answers import READ_BLOCK_SIZE, check_content_range, check_etag, join_blocks
 from millrace.storage.clients import make_boto3_client, make_full_key
 from millrace.storage.open import Store
-from millrace.storage.read import READ_BLOCK_SIZE, check_content_range, check_etag, join_blocks
 from millrace.storage.retry import call_boto3
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ import obstore
 from obstore.exceptions import BaseError
 
 from millrace import errors
+from millrace.storage.answers import Stat, make_stat
 from millrace.storage.locations import Backend
 from millrace.storage.open import Store
-from millrace.storage.read import Stat, exists, make_stat
+from millrace.storage.read import exists
 from millrace.storage.retry import (
     RetryLoop,
     call_with_retries,

@@ -3,8 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,39 +17,25 @@ from millrace.digest import (
     get_algorithm,
     make_hasher,
 )
+from millrace.storage.answers import (
+    READ_BLOCK_SIZE,
+    Stat,
+    check_etag,
+    check_size,
+    join_blocks,
+    make_changed_error,
+    make_excess_error,
+    make_stat,
+)
 from millrace.storage.locations import Backend
 from millrace.storage.object_keys import check_key, find_key_fault
 from millrace.storage.open import Store
 from millrace.storage.retry import call_with_retries
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore import GetOptions, GetResult
 
-READ_BLOCK_SIZE = 8 * 1024 * 1024
-"""Bytes of a request, and of a part of a body, unless a caller names another size."""
 _MAX_VECTORS = os.sysconf("SC_IOV_MAX")  # buffers of one read
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """Description of an object by its store.
-
-    Attributes:
-        key: Key below the store's URL.
-        size: Size in bytes.
-        etag: Identifier of the content, from the store; None if the store has none.
-        last_modified: Time of the last write, by the store's clock.
-    """
-
-    key: str
-    size: int
-    etag: str | None
-    last_modified: datetime
-
-
-def make_stat(meta: "ObjectMeta") -> Stat:
-    """Return the description of an object, from obstore's description."""
-    return Stat(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
 
 
 def head(store: Store, key: str) -> Stat:
@@ -193,7 +177,7 @@ def read_views_and_hash(
             views.append(memoryview(part))
             hasher.update(views[-1])
             if hasher.size > end - start:
-                raise _make_excess_error(store, key, end - start)
+                raise make_excess_error(store, key, end - start)
         return (views, hasher.blocks) if hasher.size == end - start else ([], b"")
 
     return call_with_retries(store, key, fetch)
@@ -254,7 +238,7 @@ def _hash_body(
     for part in body:
         view = memoryview(part)
         if hasher.size + len(view) > count:
-            raise _make_excess_error(store, key, count)
+            raise make_excess_error(store, key, count)
         hasher.update(view)
         while view:
             while not target:
@@ -354,29 +338,6 @@ def _report_blocks(blocks: Iterable[bytes], on_block: Callable[[int], None]) -> 
         yield block
 
 
-def join_blocks(store: Store, key: str, blocks: Iterable[bytes], max_size: int) -> bytes:
-    """Join the blocks of an object's body up to a limit.
-
-    Raises:
-        CorruptError: The body is longer than ``max_size``.
-    """
-    parts: list[bytes] = []
-    size = 0
-    for part in blocks:
-        parts.append(part)
-        size += len(part)
-        if size > max_size:
-            raise _make_excess_error(store, key, max_size)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _make_excess_error(store: Store, key: str, max_size: int) -> errors.CorruptError:
-    return errors.CorruptError(
-        f"{store.make_url(key)}: the store sends more than the {max_size} bytes that are allowed. "
-        "The rest was not read."
-    )
-
-
 def stream(
     store: Store,
     key: str,
@@ -408,7 +369,7 @@ def stream(
     if end is None or etag is None:
         now = head(store, key)
         if etag is not None and now.etag != etag:
-            raise _make_changed_error(store, key)
+            raise make_changed_error(store, key)
         end, etag = now.size if end is None else min(end, now.size), now.etag
     if 0 < end - start <= block_size:  # one block needs no threads
         yield _read_block(store, key, start, end, etag)
@@ -527,49 +488,6 @@ def _iterate_until_stopped(
         if is_stopped():
             raise errors.StoppedError("The verification was stopped.")
         yield block
-
-
-def check_etag(store: Store, key: str, etag: str | None, found: str | None) -> None:
-    """Compare the ETag of an answer with the requested one, if there are both.
-
-    Some stores and proxies ignore ``If-Match``. A proxy that compresses marks an ETag as weak.
-
-    Raises:
-        ChangedError: The object has another ETag.
-    """
-    if etag and found and _strip_etag(etag) != _strip_etag(found):
-        raise _make_changed_error(store, key)
-
-
-def check_size(store: Store, key: str, size: int | None, found: int) -> None:
-    """Compare the size of an object with the expected one, if there is one.
-
-    Raises:
-        ChangedError: The object has another size.
-    """
-    if size is not None and found != size:
-        raise errors.ChangedError(f"{store.make_url(key)} has {found:,} bytes, not {size:,}.")
-
-
-def check_content_range(store: Store, key: str, size: int | None, header: str) -> None:
-    """Compare the size in a ``Content-Range`` (``bytes 0-5/11``) with the expected one.
-
-    Raises:
-        ChangedError: The object has another size.
-    """
-    total = header.rpartition("/")[2]
-    if total.isdecimal():
-        check_size(store, key, size, int(total))
-
-
-def _strip_etag(etag: str) -> str:
-    return etag.removeprefix("W/").strip('"')
-
-
-def _make_changed_error(store: Store, key: str) -> errors.ChangedError:
-    return errors.ChangedError(
-        f"{store.make_url(key)} was replaced: its ETag is no longer the one that was requested."
-    )
 
 
 def _make_match_options(etag: str | None) -> "GetOptions":

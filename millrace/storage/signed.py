@@ -33,11 +33,11 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 
 from millrace.digest import Algorithm
 from millrace.errors import StoppedError
+from millrace.storage.answers import check_content_range, check_etag
 from millrace.storage.clients import make_full_key
 from millrace.storage.locations import Backend
 from millrace.storage.obstore_clients import CONNECT_TIMEOUT, READ_TIMEOUT
 from millrace.storage.open import Store
-from millrace.storage.read import check_content_range, check_etag
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager

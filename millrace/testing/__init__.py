@@ -1,0 +1,1 @@
+"""Stand-ins of external services, for tests, benchmarks and the demo."""

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer that is trained here, as none can be fetched."""
+"""Train a byte-level tokenizer, for tests that cannot download one."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,11 @@ END = "<|endoftext|>"
 
 
 def train_byte_level(texts: Iterable[str], vocabulary: int) -> str:
-    """Return the ``tokenizer.json`` of a byte-level BPE that was trained on texts.
+    """Train a byte-level BPE on texts, and return its ``tokenizer.json``.
 
     Args:
-        texts: The texts.
-        vocabulary: Largest number of tokens, with the 256 bytes and `END`.
+        texts: Training texts.
+        vocabulary: Largest number of tokens, including the 256 bytes and `END`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

@@ -1,7 +1,7 @@
-"""CRC-64/NVME, written apart from the library with which `millrace.storage` computes it.
+"""CRC-64/NVME, independent of the library that `millrace.storage` uses.
 
-The CRC is linear: the state after ``n`` more bytes of zeros is a table lookup of each byte of the
-state. So NumPy hashes many stretches of the bytes at once, and joins their states in pairs. This
+The CRC is linear: table lookups of the bytes of a state give the state after ``n`` more zero bytes.
+NumPy therefore hashes many stretches of the data at once, and joins their states in pairs. This
 takes 3 CPU seconds per GB. The processor must be little-endian.
 
 Source: "NVM Express NVM Command Set Specification", 64b CRC; check value of ``123456789``:
@@ -15,33 +15,33 @@ from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x9A6C9329AC4BC9B5  # reflected
 _ONES = (1 << 64) - 1
-_STRETCH = 128  # bytes that are hashed one word after another
-_BLOCK = 1 << 18  # bytes that are hashed at once
-_FEW = 256  # bytes up to which a loop in Python is faster
+_STRETCH = 128  # bytes that are hashed word by word
+_BLOCK = 1 << 18  # bytes that NumPy hashes at once
+_FEW = 256  # largest number of bytes for which a loop in Python is faster
 _Table = NDArray[np.uint64]
 
 
 class Crc64:
-    """Computation of a CRC-64/NVME from bytes that arrive in order."""
+    """Incremental computation of a CRC-64/NVME."""
 
     def __init__(self) -> None:
-        """Begin with no bytes."""
+        """Start with no bytes."""
         self._state = _ONES
         self._held = bytearray()
 
     def update(self, data: bytes) -> None:
-        """Hash the next bytes, or hold them until they are a block."""
+        """Add the next bytes. Hash each complete block, and buffer the rest."""
         self._held += data
         while len(self._held) >= _BLOCK:
             self._state = _hash(self._state, self._held[:_BLOCK])
             del self._held[:_BLOCK]
 
     def compute(self) -> int:
-        """Return the CRC of the bytes so far."""
+        """Return the CRC of all bytes so far."""
         return _hash(self._state, self._held) ^ _ONES
 
     def encode(self) -> str:
-        """Return the CRC as a header has it: in base64, high byte first."""
+        """Return the CRC as a header value: base64, big-endian."""
         return base64.b64encode(self.compute().to_bytes(8, "big")).decode()
 
 
@@ -66,7 +66,7 @@ def _hash_bytes(state: int, data: bytes | bytearray) -> int:
 
 
 def _hash_stretches(state: int, data: bytes | bytearray) -> int:
-    """Hash at least 8 bytes. Zeros before the first byte do not change a state of zero."""
+    """Hash at least 8 bytes. Leading zeros, the padding, do not change a state of zero."""
     stretches = 1 << (-(-len(data) // _STRETCH) - 1).bit_length()
     padded = np.zeros(stretches * _STRETCH, np.uint8)
     padded[-len(data) :] = np.frombuffer(data, np.uint8)
@@ -83,7 +83,7 @@ def _hash_stretches(state: int, data: bytes | bytearray) -> int:
 
 
 def _advance(states: _Table) -> _Table:
-    """Return the states after 8 bytes of zeros. This is most of the work."""
+    """Return the states after 8 zero bytes. Most of the time is spent here."""
     pairs = np.ascontiguousarray(states.view(np.uint16).reshape(-1, 4).T).astype(np.intp)
     advanced = _PAIRS[0].take(pairs[0], mode="clip")
     for table, column in zip(_PAIRS[1:], pairs[1:], strict=True):
@@ -92,7 +92,7 @@ def _advance(states: _Table) -> _Table:
 
 
 def _apply(shift: _Table, states: _Table) -> _Table:
-    """Return the states after as many bytes of zeros as a shift stands for."""
+    """Return the states after the number of zero bytes of a shift."""
     octets = np.ascontiguousarray(states).view(np.uint8).reshape(-1, 8)
     shifted = shift[0][octets[:, 0]]
     for table, column in zip(shift[1:], octets.T[1:], strict=True):
@@ -101,7 +101,7 @@ def _apply(shift: _Table, states: _Table) -> _Table:
 
 
 def _make_shifts() -> list[_Table]:
-    """Return the shifts by 8, 16, 32 … bytes: for each byte of a state, and its value, a state."""
+    """Return the shifts by 8, 16, 32 … zero bytes, tables of shape ``(8 bytes, 256 values)``."""
     first = np.empty((8, 256), np.uint64)
     for byte in range(8):
         first[byte] = [_hash_bytes(value << 8 * byte, bytes(8)) for value in range(256)]
@@ -116,4 +116,4 @@ _SHIFTS = _make_shifts()
 _STRETCH_SHIFT = (_STRETCH // 8).bit_length() - 1
 _PAIRS = [
     (high[:, None] ^ low).reshape(-1) for low, high in zip(*[iter(_SHIFTS[0])] * 2, strict=True)
-]  # the shift by 8 bytes, for each pair of bytes of a state, and its value
+]  # shift by 8 zero bytes: four tables, one for each pair of bytes of a state

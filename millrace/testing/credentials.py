@@ -1,4 +1,4 @@
-"""Credentials of a store, from an access key of a stand-in."""
+"""Conversion of a stand-in's access key to the credentials of a store."""
 
 from pydantic import SecretStr
 
@@ -7,7 +7,7 @@ from millrace.testing.key import Key
 
 
 def make_credentials(key: Key) -> Credentials:
-    """Return the credentials with which Millrace signs by a key."""
+    """Return the credentials of a store for an access key."""
     return Credentials(
         access_key_id=key.access_key_id,
         secret_access_key=SecretStr(key.secret_access_key),

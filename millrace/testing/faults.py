@@ -1,4 +1,4 @@
-"""Faults to inject into an S3 server's answers: which, how often, and how many really fired."""
+"""Faults for the answers of an S3 server: selection, probabilities and counts."""
 
 import random
 from collections import Counter
@@ -8,22 +8,22 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """Fault of one request."""
+    """Kind of fault of one request."""
 
     ERROR500 = "error500"
-    """500 InternalError; nothing done."""
+    """500 InternalError. The request is not carried out."""
     ERROR503 = "error503"
-    """503 ServiceUnavailable, with Retry-After if one is set; nothing done."""
+    """503 ServiceUnavailable, with Retry-After if set. The request is not carried out."""
     ERROR429 = "error429"
-    """429 TooManyRequests, with Retry-After if one is set; nothing done."""
+    """429 TooManyRequests, with Retry-After if set. The request is not carried out."""
     CUT = "cut"
-    """The connection is closed midway: a GET has half of its body, a PUT is not done."""
+    """Connection closed midway: a GET sends half of its body, a PUT is not carried out."""
     LOST = "lost"
-    """It is done, and the connection closed without an answer."""
+    """Request carried out; connection closed without an answer."""
     STALL = "stall"
-    """Nothing for a while, then the connection is closed; nothing done."""
+    """Pause, then the connection is closed. The request is not carried out."""
     DAMAGE = "damage"
-    """A bit of the body changes on its way to the server, before the server checks the body."""
+    """One flipped bit in the body of the request, before the server checks the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,29 @@ class Faults:
     damage: float = 0.0
     seed: int = 0
     methods: tuple[str, ...] = ()
-    """HTTP methods to which they apply; none: all."""
+    """HTTP methods with faults; empty: all."""
     operations: tuple[str, ...] = ()
-    """S3's operations (``CompleteMultipartUpload``) to which they apply; none: all."""
+    """S3 operations with faults, such as ``CompleteMultipartUpload``; empty: all."""
     key_contains: str = ""
-    """They apply to requests whose bucket and key contain this."""
+    """Text in the ``bucket/key`` of each request with faults."""
     retry_after: float | None = None
-    """Seconds, the header of 429 and 503."""
+    """Header Retry-After of 429 and 503, in seconds."""
     stall_seconds: float = 30.0
+    """Duration of a stall."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a probability."""
+        """Check the probabilities and their sum."""
         if min(self.list_probabilities()) < 0 or sum(self.list_probabilities()) > 1 + 1e-9:
             raise ValueError("The probabilities must be from 0 to 1, their sum too.")
 
     def list_probabilities(self) -> list[float]:
-        """Return one probability for each `Fault`, in order."""
+        """Return the probability of each `Fault`, in the order of the enum."""
         return [getattr(self, kind.value) for kind in Fault]
 
 
 @dataclass(slots=True)
 class NextFault:
-    """A fault that the next matching requests meet."""
+    """Fault for a number of the next matching requests."""
 
     kind: Fault
     times: int
@@ -73,7 +74,7 @@ class NextFault:
 
 @dataclass(slots=True)
 class Plan:
-    """The fault that one request is to meet."""
+    """Fault chosen for one request."""
 
     kind: Fault
     retry_after: float | None
@@ -83,32 +84,32 @@ class Plan:
 
 @dataclass(slots=True)
 class FaultBox:
-    """Chooses faults, and counts those that fired."""
+    """Choice of faults for requests, with counts of the faults that fired."""
 
     faults: Faults = field(default_factory=Faults)
-    fired: Counter[Fault] = field(default_factory=Counter)
-    _next: list[NextFault] = field(default_factory=list)
+    fired: Counter[Fault] = field(default_factory=Counter[Fault])
+    _next: list[NextFault] = field(default_factory=list[NextFault])
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def use(self, faults: Faults) -> None:
-        """Begin to inject ``faults``, from the start of their seed."""
+        """Inject ``faults`` from now on, with a generator that starts from their seed."""
         self.faults = faults
         self._random = random.Random(faults.seed)
 
     def fail_next(self, fault: NextFault) -> None:
-        """Let the next ``fault.times`` matching requests meet it, before any chance."""
+        """Fail the next ``fault.times`` matching requests. These faults precede random ones."""
         self._next.append(fault)
 
     def choose(
         self, method: str, operation: str, name: str, possible: Iterable[Fault]
     ) -> Plan | None:
-        """Return the fault for a request: a deterministic one first, else one drawn.
+        """Return the fault for a request: a deterministic fault first, else a random one.
 
         Args:
-            method: Its HTTP method.
-            operation: What it asks for, in S3's words.
-            name: Its ``bucket/key``.
-            possible: The faults that can befall it at all.
+            method: HTTP method of the request.
+            operation: S3 operation of the request.
+            name: ``bucket/key`` of the request.
+            possible: Faults that can happen to the request.
         """
         possible = set(possible)
         for one in self._next:
@@ -132,20 +133,20 @@ class FaultBox:
         return None
 
     def fire(self, plan: Plan) -> None:
-        """Count a fault that is being done."""
+        """Count a fault that fires."""
         self.fired[plan.kind] += 1
 
     def give_back(self, plan: Plan) -> None:
-        """Give back a fault that could not be done: another request shall meet it."""
+        """Return a deterministic fault that did not fire to the queue, for another request."""
         if plan.reserved is not None:
             plan.reserved.times += 1
 
     def count_fired(self) -> dict[str, int]:
-        """Return how often each kind of fault fired."""
+        """Return the number of faults of each kind that fired."""
         return {kind.value: self.fired[kind] for kind in Fault}
 
     def count_pending(self) -> int:
-        """Return the number of deterministic faults that wait for their request."""
+        """Return the number of deterministic faults that have not fired yet."""
         return sum(one.times for one in self._next)
 
     def reset(self) -> None:

@@ -1,13 +1,14 @@
-"""Google Cloud Storage's XML API, as much of it as obstore's ``GCSStore`` speaks.
+"""Stand-in of Google Cloud Storage: the part of its XML API that obstore's ``GCSStore`` uses.
 
-A process of its own, in memory, on 127.0.0.1. It asks for no authentication until a service account
-is made. Objects (whole, ranges, conditions on the ETag and the generation; decompressed if their
-``Content-Encoding`` is gzip), listings, multipart uploads and copies; permissions that can be
-denied, and asked for by the JSON API. Sources: "XML API", "Transcoding of gzip-compressed files"
-and "Buckets: testIamPermissions" of the Cloud Storage documentation, and the ``object_store``
-crate's ``gcp`` module.
+The server is a separate process on 127.0.0.1. It stores objects in memory, and requires no
+authentication until a service account is created. It implements objects (whole, by range, with
+conditions on the ETag and the generation, decompressed if their ``Content-Encoding`` is gzip),
+listings, multipart uploads and copies. Permissions can be denied, and tested by the JSON API.
 
-``python -m millrace.testing.gcs --bucket NAME`` runs one.
+Sources: "XML API", "Transcoding of gzip-compressed files" and "Buckets: testIamPermissions" of the
+Cloud Storage documentation, and the ``gcp`` module of the crate ``object_store``.
+
+``python -m millrace.testing.gcs --bucket NAME`` runs a server.
 """
 
 import argparse
@@ -57,40 +58,40 @@ _local = build_opener(ProxyHandler({}))
 
 
 class GCSRequestRecord(TypedDict):
-    """A request that the server saw, in the order of arrival."""
+    """Request that the server received."""
 
     method: str
     path: str
-    """Path of the request line, encoded, with its query."""
+    """Encoded path of the request line, with the query."""
     arrived: float
-    """Time of ``time.monotonic()``, whose clock all processes of a machine share."""
+    """Time of arrival by ``time.monotonic()``, a clock that all processes of a machine share."""
     status: int
     received: int
-    """Bytes of body that came from the client."""
+    """Bytes of the body received from the client."""
     sent: int
-    """Bytes of body that went to the client."""
+    """Bytes of the body sent to the client."""
 
 
 class GCSServer:
-    """A running server. Made by `GCSServer.start`; a context manager that stops it.
+    """Running server, started by `GCSServer.start`. As a context manager, it stops at the exit.
 
     Attributes:
-        endpoint: ``http://127.0.0.1:PORT``.
+        endpoint: URL of the server, ``http://127.0.0.1:PORT``.
     """
 
     def __init__(self, child: Child, port: int) -> None:
-        """Describe a server that runs already; `start` runs it."""
+        """Represent a server that is already running. Use `start` to start one."""
         self.endpoint = f"http://127.0.0.1:{port}"
         self._child = child
 
     @classmethod
     def start(cls, folder: Path, *, buckets: Iterable[str] = ("bucket",), page: int = PAGE) -> Self:
-        """Start a server; it serves when this returns, after about half a second.
+        """Start a server, and return when it accepts requests, after about half a second.
 
         Args:
-            folder: Where its log is kept. Made if missing.
-            buckets: The buckets that exist from the start.
-            page: The most keys that one listing answers.
+            folder: Folder of the log. It is created if missing.
+            buckets: Names of buckets to create.
+            page: Largest number of keys on a page of a listing.
         """
         folder.mkdir(parents=True, exist_ok=True)
         named = [word for name in buckets for word in ("--bucket", name)]
@@ -100,25 +101,23 @@ class GCSServer:
         return cls(child, child.read_announcement()["port"])
 
     def __enter__(self) -> Self:
-        """Nothing: it runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
         self.stop()
 
     @property
     def log(self) -> Path:
-        """Return the errors that the process printed; empty if there are none."""
+        """Return the path of the log, which has the errors of the process."""
         return self._child.log
 
     def make_store_config(self) -> dict[str, Any]:
-        """Return the options of ``GCSStore(bucket, **gcs.make_store_config())`` for this server.
+        """Return options for ``GCSStore(bucket, **gcs.make_store_config())`` with this server.
 
-        A service account's key whose ``gcs_base_url`` leads here and whose ``disable_oauth`` keeps
-        obstore from asking Google for a token; ``allow_http`` lets it speak without TLS. The
-        shorter ``base_url`` with ``skip_signature`` does not do: obstore 0.12.1 reads that way,
-        and asks the metadata server of Google's cloud for a token when it writes.
+        ``gcs_base_url`` in the key of a service account is the URL of this server. With
+        ``disable_oauth``, obstore requests no token from Google. ``allow_http`` permits plain HTTP.
+        The shorter ``base_url`` with ``skip_signature`` is not enough: obstore 0.12.1 then requests
+        a token from the metadata server of Google Cloud for each write.
         """
         key = {
             "gcs_base_url": self.endpoint,
@@ -133,41 +132,41 @@ class GCSServer:
         }
 
     def create_bucket(self, name: str) -> str:
-        """Make a bucket, and return its name. Made already is made."""
+        """Create a bucket unless it exists, and return its name."""
         with contextlib.closing(_local.open(Request(f"{self.endpoint}/{name}", method="PUT"))):
             return name
 
     def deny(self, *permissions: str) -> None:
-        """Refuse from now on what needs one of these; none: allow everything again."""
+        """Deny permissions from now on, instead of those denied before."""
         body = json.dumps(permissions).encode()
         request = Request(self.endpoint + DENIED, data=body, method="PUT")
         with contextlib.closing(_local.open(request)):
             pass
 
     def create_service_account(self, name: str = "one@project.example") -> str:
-        """Make a service account, and return its key as JSON. From now on requests need a token."""
+        """Create a service account, and return its key as JSON. All requests now need a token."""
         key, public_key = make_key(name, self.endpoint)
         self.configure_tokens(account=name, public_key=public_key)
         return json.dumps(key)
 
     def configure_tokens(self, **settings: Any) -> None:
-        """Set the ``lifetime`` of new tokens in seconds, or end all tokens: ``revoke=True``."""
+        """Set the ``lifetime`` of new tokens in seconds, or revoke all tokens (``revoke=True``)."""
         body = json.dumps(settings).encode()
         request = Request(self.endpoint + AUTHORITY, data=body, method="PUT")
         with contextlib.closing(_local.open(request)):
             pass
 
     def list_requests(self) -> list[GCSRequestRecord]:
-        """Return the last 100,000 requests, in the order of their arrival."""
+        """Return the last 100,000 requests, in the order of arrival."""
         with contextlib.closing(_local.open(self.endpoint + CONTROL)) as answer:
             return json.load(answer)
 
     def stop(self) -> None:
-        """End it; what it held is gone."""
+        """Stop the server. Its objects are lost."""
         self._child.stop()
 
     def kill(self) -> None:
-        """End it with SIGKILL; what it held is gone."""
+        """Kill the server with SIGKILL. Its objects are lost."""
         self._child.kill()
 
 
@@ -194,13 +193,13 @@ class _Object:
 class _Upload:
     key: str
     headers: dict[str, str]
-    parts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    parts: dict[int, tuple[str, bytes]] = field(default_factory=dict[int, tuple[str, bytes]])
 
 
 @dataclass(slots=True)
 class _Bucket:
-    objects: dict[str, _Object] = field(default_factory=dict)
-    uploads: dict[str, _Upload] = field(default_factory=dict)
+    objects: dict[str, _Object] = field(default_factory=dict[str, _Object])
+    uploads: dict[str, _Upload] = field(default_factory=dict[str, _Upload])
 
 
 class _Error(Exception):
@@ -226,7 +225,7 @@ class _GCSApplication:
         self.seen.append(seen)
         try:
             body = await request.content.read()
-        except (web.RequestPayloadError, ConnectionError):  # the client is gone: nothing is stored
+        except (web.RequestPayloadError, ConnectionError):  # the client disconnected
             return web.Response(status=400)
         if request.raw_path == DENIED:
             self.denied = set(json.loads(body))
@@ -240,7 +239,7 @@ class _GCSApplication:
         try:
             answer = self._answer(request, body)
         except _Error as error:
-            answer = _xml(
+            answer = _make_xml_response(
                 f"<Error><Code>{error.code}</Code><Message>{error.code}</Message></Error>",
                 status=error.status,
             )
@@ -273,11 +272,11 @@ class _GCSApplication:
                 answer = self._copy(bucket, key, request)
             case "PUT":
                 _check_generation(bucket.objects.get(key), request)
-                answer = _stored(self._store(bucket, key, body, _kept(request)))
+                answer = _describe_stored(self._store(bucket, key, body, _select_headers(request)))
             case "GET" | "HEAD":
-                answer = _read(_existing(bucket, key), request)
+                answer = _read(_get_existing(bucket, key), request)
             case "DELETE":
-                _check_generation(_existing(bucket, key), request)
+                _check_generation(_get_existing(bucket, key), request)
                 del bucket.objects[key]
                 answer = web.Response(status=204)
             case _:
@@ -293,7 +292,7 @@ class _GCSApplication:
     def _check_allowed(
         self, request: web.BaseRequest, name: str, bucket: _Bucket, key: str
     ) -> None:
-        needed = _needed(request, bucket, key)
+        needed = _list_needed_permissions(request, bucket, key)
         if self.denied & needed:
             raise _Error(403, "AccessDenied")
         if not self.authority.is_asked:
@@ -320,16 +319,16 @@ class _GCSApplication:
         source_name, _, source_key = where.partition("/")
         if source_name not in self.buckets:
             raise _Error(404, "NoSuchBucket")
-        source = _existing(self.buckets[source_name], source_key)
+        source = _get_existing(self.buckets[source_name], source_key)
         _check_generation(source, request, "x-goog-copy-source-if-generation-match")
         wanted = request.headers.get("x-goog-copy-source-if-match")
         unwanted = request.headers.get("x-goog-copy-source-if-none-match")
-        if not _etag_matches(wanted, source, default=True) or _etag_matches(unwanted, source):
+        if not _matches_etag(wanted, source, default=True) or _matches_etag(unwanted, source):
             raise _Error(412, "PreconditionFailed")
         _check_generation(bucket.objects.get(key), request)
         copied = self._store(bucket, key, source.data, source.headers, source.etag)
-        answer = _xml(
-            f"<CopyObjectResult><LastModified>{_iso(copied.modified)}</LastModified>"
+        answer = _make_xml_response(
+            f"<CopyObjectResult><LastModified>{_format_time(copied.modified)}</LastModified>"
             f"<ETag>{escape(copied.etag)}</ETag></CopyObjectResult>"
         )
         answer.headers["x-goog-generation"] = str(copied.generation)
@@ -339,8 +338,8 @@ class _GCSApplication:
         self, bucket: _Bucket, name: str, key: str, request: web.BaseRequest
     ) -> web.Response:
         upload = f"upload-{next(self.generations)}"
-        bucket.uploads[upload] = _Upload(key, _kept(request))
-        return _xml(
+        bucket.uploads[upload] = _Upload(key, _select_headers(request))
+        return _make_xml_response(
             f"<InitiateMultipartUploadResult><Bucket>{escape(name)}</Bucket>"
             f"<Key>{escape(key)}</Key><UploadId>{upload}</UploadId>"
             "</InitiateMultipartUploadResult>"
@@ -360,11 +359,11 @@ class _GCSApplication:
             del bucket.uploads[request.query["uploadId"]]
             return web.Response(status=204)
         _check_generation(bucket.objects.get(key), request)
-        parts = _chosen(upload, body)
+        parts = _select_parts(upload, body)
         etag = hashlib.md5(b"".join(hashlib.md5(part).digest() for part in parts)).hexdigest()
         stored = self._store(bucket, key, b"".join(parts), upload.headers, f'"{etag}-{len(parts)}"')
         del bucket.uploads[request.query["uploadId"]]
-        answer = _xml(
+        answer = _make_xml_response(
             f"<CompleteMultipartUploadResult><Key>{escape(key)}</Key>"
             f"<ETag>{escape(stored.etag)}</ETag></CompleteMultipartUploadResult>"
         )
@@ -380,18 +379,18 @@ class _GCSApplication:
         after = base64.urlsafe_b64decode(token).decode() if token else query.get("start-after", "")
         entries: dict[str, str] = {}
         for key in sorted(name for name in bucket.objects if name.startswith(prefix)):
-            entry = _rolled_up(key, prefix, delimiter)
+            entry = _make_entry_name(key, prefix, delimiter)
             if entry > after and entry not in entries:
                 if len(entries) == limit:
                     break
-                entries[entry] = _entry(entry, None if entry != key else bucket.objects[key])
+                entries[entry] = _format_entry(entry, None if entry != key else bucket.objects[key])
         else:
-            return _xml(_listing("".join(entries.values()), None))
+            return _make_xml_response(_format_listing("".join(entries.values()), None))
         last = base64.urlsafe_b64encode(next(reversed(entries)).encode()).decode()
-        return _xml(_listing("".join(entries.values()), last))
+        return _make_xml_response(_format_listing("".join(entries.values()), last))
 
 
-def _needed(request: web.BaseRequest, bucket: _Bucket, key: str) -> set[str]:
+def _list_needed_permissions(request: web.BaseRequest, bucket: _Bucket, key: str) -> set[str]:
     """Return the permissions that a request needs.
 
     Source: "IAM permissions for XML requests".
@@ -412,14 +411,14 @@ def _needed(request: web.BaseRequest, bucket: _Bucket, key: str) -> set[str]:
             return needed
 
 
-def _existing(bucket: _Bucket, key: str) -> _Object:
+def _get_existing(bucket: _Bucket, key: str) -> _Object:
     stored = bucket.objects.get(key)
     if stored is None:
         raise _Error(404, "NoSuchKey")
     return stored
 
 
-def _kept(request: web.BaseRequest) -> dict[str, str]:
+def _select_headers(request: web.BaseRequest) -> dict[str, str]:
     """Return the headers that are stored with an object."""
     return {
         name: value
@@ -436,13 +435,13 @@ def _check_generation(
         raise _Error(412, "PreconditionFailed")
 
 
-def _etag_matches(wanted: str | None, stored: _Object, *, default: bool = False) -> bool:
+def _matches_etag(wanted: str | None, stored: _Object, *, default: bool = False) -> bool:
     if wanted is None:
         return default
     return wanted == "*" or stored.etag in [tag.strip() for tag in wanted.split(",")]
 
 
-def _stored(stored: _Object) -> web.Response:
+def _describe_stored(stored: _Object) -> web.Response:
     return web.Response(headers={"ETag": stored.etag, "x-goog-generation": str(stored.generation)})
 
 
@@ -457,17 +456,17 @@ def _read(stored: _Object, request: web.BaseRequest) -> web.Response:
     wanted = request.query.get("generation")
     if wanted is not None and int(wanted) != stored.generation:
         raise _Error(404, "NoSuchKey")
-    if not _etag_matches(request.headers.get("If-Match"), stored, default=True):
+    if not _matches_etag(request.headers.get("If-Match"), stored, default=True):
         raise _Error(412, "PreconditionFailed")
     _check_generation(stored, request)
-    if _etag_matches(request.headers.get("If-None-Match"), stored):
+    if _matches_etag(request.headers.get("If-None-Match"), stored):
         return web.Response(status=304, headers=headers)
     if _is_transcoded(stored, request):
         return _transcode(stored, headers)
     size = len(stored.data)
     asked = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("Range", ""))
     if asked is None or request.method == "HEAD":
-        headers["Content-Length"] = str(size)  # aiohttp leaves out that of an empty body
+        headers["Content-Length"] = str(size)  # aiohttp omits it for an empty body
         return web.Response(headers=headers, body=stored.data)
     first, last = asked.groups()
     start = int(first) if first else max(size - int(last), 0)
@@ -479,7 +478,7 @@ def _read(stored: _Object, request: web.BaseRequest) -> web.Response:
 
 
 def _is_transcoded(stored: _Object, request: web.BaseRequest) -> bool:
-    """Decide whether Google decompresses an object for a client, whose range it ignores."""
+    """Decide whether Google decompresses an object for a request. It then ignores the range."""
     about = {name.lower(): value.lower() for name, value in stored.headers.items()}
     return (
         about.get("content-encoding") == "gzip"
@@ -489,7 +488,7 @@ def _is_transcoded(stored: _Object, request: web.BaseRequest) -> bool:
 
 
 def _transcode(stored: _Object, headers: dict[str, str]) -> web.Response:
-    """Return the decompressed object, whose length is not announced."""
+    """Return an answer with the decompressed object, without its length."""
     shown = {name: value for name, value in headers.items() if name.lower() != "content-encoding"}
     shown |= {
         "x-goog-stored-content-encoding": "gzip",
@@ -500,8 +499,8 @@ def _transcode(stored: _Object, headers: dict[str, str]) -> web.Response:
     return answer
 
 
-def _chosen(upload: _Upload, completion: bytes) -> list[bytes]:
-    """Return the parts that an upload is completed with, in order."""
+def _select_parts(upload: _Upload, completion: bytes) -> list[bytes]:
+    """Return the parts in the completion of an upload, in order."""
     parts: list[bytes] = []
     previous = 0
     for part in ET.fromstring(completion).iter():
@@ -523,23 +522,23 @@ def _chosen(upload: _Upload, completion: bytes) -> list[bytes]:
     return parts
 
 
-def _rolled_up(key: str, prefix: str, delimiter: str) -> str:
-    """Return the key, or the common prefix that stands for it in a listing."""
+def _make_entry_name(key: str, prefix: str, delimiter: str) -> str:
+    """Return the entry of a key in a listing: the key itself or its common prefix."""
     head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
     return prefix + head + found if found else key
 
 
-def _entry(name: str, stored: _Object | None) -> str:
+def _format_entry(name: str, stored: _Object | None) -> str:
     if stored is None:
         return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
     return (
         f"<Contents><Key>{escape(name)}</Key><Generation>{stored.generation}</Generation>"
-        f"<LastModified>{_iso(stored.modified)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
+        f"<LastModified>{_format_time(stored.modified)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
         f"<Size>{len(stored.data)}</Size></Contents>"
     )
 
 
-def _listing(entries: str, token: str | None) -> str:
+def _format_listing(entries: str, token: str | None) -> str:
     more = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
     truncated = "true" if token else "false"
     return (
@@ -548,23 +547,25 @@ def _listing(entries: str, token: str | None) -> str:
     )
 
 
-def _iso(at: float) -> str:
+def _format_time(at: float) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}.{int(at * 1000) % 1000:03d}Z"
 
 
-def _xml(body: str, *, status: int = 200) -> web.Response:
+def _make_xml_response(body: str, *, status: int = 200) -> web.Response:
     text = f"<?xml version='1.0' encoding='UTF-8'?>{body}"
     return web.Response(status=status, text=text, content_type="application/xml")
 
 
 def main() -> None:
-    """Run a server until it is ended; a line of JSON says on which port."""
+    """Run a server until the process ends. A line of JSON on stdout has its port."""
     parser = argparse.ArgumentParser(
         prog="python -m millrace.testing.gcs", description=main.__doc__
     )
-    parser.add_argument("--bucket", action="append", default=[], help="a bucket that exists")
-    parser.add_argument("--page", type=int, default=PAGE, help="the most keys of a listing")
-    parser.add_argument("--port", type=int, default=0, help="0: any")
+    parser.add_argument("--bucket", action="append", default=[], help="bucket to create")
+    parser.add_argument(
+        "--page", type=int, default=PAGE, help="largest number of keys on a page of a listing"
+    )
+    parser.add_argument("--port", type=int, default=0, help="0 means any free port")
     options = parser.parse_args()
 
     async def run() -> None:

@@ -1,10 +1,10 @@
-"""Google's tokens and signatures, as much of them as a stand-in of Cloud Storage checks.
+"""Google's tokens and signatures, for the stand-in of Cloud Storage.
 
-A service account's key is registered first. From then on, requests need a token that the account
-signed (RFC 7519), one that was given for such a token (RFC 7523), one with fewer rights (RFC 8693,
-with a Credential Access Boundary), or a signature in the URL (V4). Source: "OAuth 2.0 for service
-accounts", "Downscope with Credential Access Boundaries", "V4 signing process" of Google's
-documentation.
+Once the key of a service account is registered, each request needs one of four proofs: a token that
+the account signed (RFC 7519), an access token issued in exchange for such a token (RFC 7523), an
+access token with fewer rights (RFC 8693, with a Credential Access Boundary), or a signature in the
+URL (V4). Source: "OAuth 2.0 for service accounts", "Downscope with Credential Access Boundaries",
+"V4 signing process" of Google's documentation.
 """
 
 import base64
@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 LIFETIME = 3600.0
-_HOST = "storage.googleapis.com"  # object_store signs this one, whatever the endpoint
+_HOST = "storage.googleapis.com"  # host that object_store signs, with any endpoint
 _VIEWER = {"storage.objects.get", "storage.objects.list"}
 _ROLES = {
     "inRole:roles/storage.objectViewer": _VIEWER,
@@ -54,7 +54,7 @@ _CONDITION = re.compile(
 
 
 class UnauthorizedError(Exception):
-    """Google does not know the caller."""
+    """A request has no valid token and no valid signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,11 @@ class BoundaryRule:
 
     @classmethod
     def parse(cls, rule: dict[str, Any]) -> "BoundaryRule":
-        """Parse a rule. A condition of another form than Millrace's is refused."""
+        """Parse a rule.
+
+        Raises:
+            ValueError: The condition has another form than the conditions of Millrace.
+        """
         bucket = rule["availableResource"].removeprefix(
             "//storage.googleapis.com/projects/_/buckets/"
         )
@@ -82,7 +86,7 @@ class BoundaryRule:
         return cls(bucket, permissions, objects, listings)
 
     def allows(self, permission: str, bucket: str, key: str, prefix: str) -> bool:
-        """Tell whether the rule allows a permission on an object, or on the listing of a prefix."""
+        """Decide whether the rule allows a permission on an object or on a listing of a prefix."""
         if permission not in self.permissions or bucket != self.bucket:
             return False
         if permission == "storage.objects.list":
@@ -93,15 +97,15 @@ class BoundaryRule:
 @dataclass(slots=True)
 class _Token:
     ends: float
-    rules: tuple[BoundaryRule, ...] | None  # None: all rights of the account
+    rules: tuple[BoundaryRule, ...] | None  # None means all rights of the account
 
 
 @dataclass(slots=True)
 class GoogleAuthority:
-    """Accounts and tokens that the stand-in knows.
+    """Registered accounts and valid tokens.
 
     Attributes:
-        lifetime: Seconds until a new token ends.
+        lifetime: Lifetime of a new token in seconds.
     """
 
     lifetime: float = LIFETIME
@@ -111,11 +115,11 @@ class GoogleAuthority:
 
     @property
     def is_asked(self) -> bool:
-        """True if requests need a token."""
+        """Decide whether requests need a token."""
         return bool(self._accounts)
 
     def configure(self, settings: dict[str, Any]) -> None:
-        """Register an account, set the lifetime of tokens, or end all of them."""
+        """Register an account, set the lifetime of new tokens, or revoke all tokens."""
         if "account" in settings:
             key = load_pem_public_key(settings["public_key"].encode())
             assert isinstance(key, rsa.RSAPublicKey)
@@ -137,13 +141,9 @@ class GoogleAuthority:
                 rules = tuple(BoundaryRule.parse(one) for one in boundary["accessBoundaryRules"])
                 ends = source.ends
         except UnauthorizedError as error:
-            return web.json_response(
-                {"error": "invalid_grant", "error_description": str(error)}, status=400
-            )
+            return _refuse("invalid_grant", error)
         except (KeyError, ValueError) as error:
-            return web.json_response(
-                {"error": "invalid_request", "error_description": str(error)}, status=400
-            )
+            return _refuse("invalid_request", error)
         name = f"ya29.{next(self._numbers)}"
         self._tokens[name] = _Token(ends, rules)
         answer = {
@@ -153,7 +153,7 @@ class GoogleAuthority:
         return web.json_response(answer)
 
     def find_rules(self, request: web.BaseRequest) -> tuple[BoundaryRule, ...] | None:
-        """Return the rules that limit the caller; None if it has all rights of the account.
+        """Return the rules that limit the caller; None for all rights of the account.
 
         Raises:
             UnauthorizedError: The request has no valid token and no valid signature.
@@ -186,7 +186,7 @@ class GoogleAuthority:
             raise UnauthorizedError("the assertion has ended")
 
     def _check_signature(self, request: web.BaseRequest) -> None:
-        """Check a signature in the URL: all of its parameters but the signature are signed."""
+        """Check a signature in the URL. It covers all parameters except itself."""
         path, _, query = request.raw_path.partition("?")
         pairs = [pair for pair in query.split("&") if not pair.startswith("X-Goog-Signature=")]
         names = request.query["X-Goog-SignedHeaders"].split(";")
@@ -218,7 +218,7 @@ def _refuse(code: str, error: Exception) -> web.Response:
 
 
 def make_key(account: str, endpoint: str) -> tuple[dict[str, str], str]:
-    """Return the key file of a service account of a stand-in, and its public key as PEM."""
+    """Generate a key pair. Return the key file of a service account, and the public key as PEM."""
     private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     text = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

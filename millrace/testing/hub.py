@@ -1,15 +1,15 @@
-"""The Hugging Face Hub's HTTP API, as much of it as committing and reading files takes.
+"""Stand-in of the Hugging Face Hub: the part of its HTTP API that commits and reads files.
 
-A process of its own, in memory, on 127.0.0.1. Repositories of models and datasets, with branches
-and commits (``parentCommit``), uploads by Git LFS (held to their SHA-256), trees, downloads with
-ranges. A ``.gitignore`` names files that clients leave out. Two tokens: one may write, the other
-only read. Source: the requests of the package ``huggingface_hub``, and "Hub API Endpoints" of the
-Hub's documentation.
+The server is a separate process on 127.0.0.1. It keeps repositories of models and datasets in
+memory, with branches, commits (``parentCommit``), trees, uploads by Git LFS (checked by SHA-256)
+and downloads by range. A ``.gitignore`` has the names of files that clients do not upload. There
+are two tokens: `WRITER` can write, `READER` can only read. Source: the requests of the package
+``huggingface_hub``, and "Hub API Endpoints" of the Hub's documentation.
 
-Xet, by which ``huggingface_hub`` moves large files if it may: this server gives out the tokens,
-and names a folder of the repository as the storage (``local://``). The package ``hf_xet`` of the
-client writes and reads that folder. A commit finds the file in the folder's shards, as the Hub's.
-Files that came by Xet can be read by Xet only: there is no bridge to Git LFS.
+``huggingface_hub`` transfers large files by Xet if it can. This server issues the tokens, and names
+a folder of the repository as the storage (``local://``). The package ``hf_xet`` of the client
+writes and reads that folder. A commit finds its files in the shards of the folder, as the Hub does.
+Files uploaded by Xet can be read by Xet only: there is no bridge to Git LFS.
 """
 
 import argparse
@@ -36,37 +36,37 @@ from millrace.testing.process import Child, ask, start_module
 
 WRITER, READER = "hf_writer", "hf_reader"
 CONTROL = "/-/"
-LFS_FROM = 10 << 20  # bytes from which on a file of any name is kept by LFS
-CUT = 0  # status of a fault that closes the connection within the answer
+LFS_FROM = 10 << 20  # smallest size in bytes of a file of any name that LFS stores
+CUT = 0  # status of a fault that closes the connection in the middle of the answer
 _STATUSES = {Fault.ERROR500: 500, Fault.ERROR503: 503, Fault.ERROR429: 429}
 
 
 class HubServer:
-    """A running server. Made by `HubServer.start`; a context manager that stops it.
+    """Running server, started by `HubServer.start`. As a context manager, it stops at the exit.
 
     Attributes:
-        endpoint: ``http://127.0.0.1:PORT``.
+        endpoint: URL of the server, ``http://127.0.0.1:PORT``.
     """
 
     def __init__(self, child: Child, port: int) -> None:
-        """Describe a server that runs already; `start` runs it."""
+        """Represent a server that is already running. Use `start` to start one."""
         self.endpoint = f"http://127.0.0.1:{port}"
         self._child = child
         self._names = itertools.count()
 
     @classmethod
     def start(cls, folder: Path) -> Self:
-        """Start a server; it serves when this returns."""
+        """Start a server, and return when it accepts requests."""
         folder.mkdir(parents=True, exist_ok=True)
         xet = folder / "xet"
         child = start_module("millrace.testing.hub", str(xet), log=folder / "hub.log")
         return cls(child, child.read_announcement()["port"])
 
     def make_repo(self, *, dataset: bool = False) -> str:
-        """Make a new repository, with one commit, and return its name.
+        """Create a repository with one commit, and return its name.
 
         Args:
-            dataset: Whether it is a dataset's; otherwise it is a model's.
+            dataset: Whether the repository is a dataset; by default it is a model.
         """
         name = f"person/repo-{next(self._names)}"
         self._ask("repo", {"name": "datasets/" * dataset + name})
@@ -82,15 +82,15 @@ class HubServer:
         retry_after: int | None = None,
         skip: int = 0,
     ) -> None:
-        """Answer the next requests whose path matches with an error.
+        """Fail the next requests with a matching path.
 
         Args:
-            count: How many; 0 takes back what has not fired.
-            status: With which.
-            path: A pattern of the path.
-            after: Do what is asked before the error is answered: a lost answer.
-            retry_after: Seconds of the header ``Retry-After``; None for no header.
-            skip: Number of matching requests that are answered before.
+            count: Number of requests; 0 removes all errors that have not fired.
+            status: Status of the error.
+            path: Regular expression that matches the whole path.
+            after: Whether the request is carried out before the error, as if the answer was lost.
+            retry_after: Header ``Retry-After`` in seconds; None for no header.
+            skip: Number of matching requests that succeed before the first error.
         """
         self._ask(
             "fail",
@@ -101,24 +101,24 @@ class HubServer:
         )  # fmt: skip
 
     def cut_next(self, count: int, path: str = ".*") -> None:
-        """Close the connection within the answers to the next requests whose path matches.
+        """Close the connection midway through the next answers to requests with a matching path.
 
         Args:
             count: Number of answers.
-            path: Pattern of the path.
+            path: Regular expression that matches the whole path.
         """
         self._ask("fail", {"count": count, "status": CUT, "path": path, "after": True})
 
     def set_faults(self, faults: Faults) -> None:
-        """Inject faults into reads at random, from the start of their seed."""
+        """Inject random faults into reads, with a generator that starts from their seed."""
         self._ask("faults", asdict(faults))
 
     def count_fired(self) -> dict[str, int]:
-        """Return how often each kind of fault of `set_faults` fired."""
+        """Return the number of faults of `set_faults` of each kind that fired."""
         return self._ask("fired", {})
 
     def gate(self, repo: str) -> None:
-        """Refuse reads of a dataset until its conditions are accepted, which no account does."""
+        """Gate a dataset: refuse all requests, as before the acceptance of its conditions."""
         self._ask("gate", {"repo": f"datasets/{repo}"})
 
     def count_commits(self, repo: str, branch: str = "main") -> int:
@@ -126,30 +126,31 @@ class HubServer:
         return self._ask("commits", {"repo": repo, "branch": branch})["count"]
 
     def list_branches(self, repo: str) -> list[str]:
+        """Return the names of the branches of a repository."""
         return self._ask("branches", {"repo": repo})["names"]
 
     def count_unfired(self) -> int:
-        """Return the number of errors of `fail_next` that no request has met."""
+        """Return the number of errors of `fail_next` that have not fired."""
         return self._ask("unfired", {})["count"]
 
     def count_uploads(self, repo: str) -> int:
-        """Return the number of files that a repository received by LFS, or of uploads by Xet."""
+        """Return the number of files uploaded by LFS, and of uploads by Xet, to a repository."""
         return self._ask("uploads", {"repo": repo})["count"]
 
     def count_sent_bytes(self, repo: str) -> int:
-        """Return the bytes of a repository's files that were sent."""
+        """Return the number of bytes sent from the files of a repository."""
         return self._ask("sent", {"repo": repo})["count"]
 
     def flip(self, repo: str, path: str) -> None:
-        """Flip a bit of a file that is kept by LFS or by Xet: what no client can do."""
+        """Flip a bit of a file that LFS or Xet stores."""
         self._ask("flip", {"repo": repo, "path": path})
 
     def move_xet(self, repo: str, url: str) -> None:
-        """Name another URL as a repository's storage of Xet. This server's own has no file."""
+        """Set the URL of the Xet storage of a repository."""
         self._ask("move", {"repo": repo, "url": url})
 
     def commit_behind(self, repo: str) -> None:
-        """Have somebody else commit right before the next commit."""
+        """Insert a commit of another client right before the next commit."""
         self._ask("behind", {"repo": repo})
 
     def _ask(self, verb: str, body: dict[str, Any]) -> Any:
@@ -164,13 +165,13 @@ class HubServer:
 
 @dataclass(frozen=True)
 class _XetFile:
-    """A file in a storage of Xet.
+    """File in a Xet storage.
 
     Attributes:
-        digest: SHA-256 of its bytes.
-        name: Its name there: the root of a tree of hashes.
-        size: Its size in bytes.
-        xorbs: Names of the objects that hold its chunks.
+        digest: SHA-256 of the bytes.
+        name: Name of the file in the storage: the root of a Merkle tree.
+        size: Size in bytes.
+        xorbs: Names of the objects with the chunks.
     """
 
     digest: str
@@ -180,11 +181,11 @@ class _XetFile:
 
 
 def _read_shard(shard: bytes) -> Iterator[_XetFile]:
-    """Yield the files that a shard describes. Source: "Shard Format" of Xet's specification.
+    """Yield the files of a shard. Source: "Shard Format" of the specification of Xet.
 
-    A header of 48 bytes, and for each file rows of 48 bytes: the file, a row for each range of
-    chunks, as many again with digests of the ranges if a flag is set, and, by another flag, one
-    with the SHA-256. A row of ones ends the list.
+    A shard has a header of 48 bytes, and rows of 48 bytes for each file: a row for the file, a row
+    for each range of chunks, the same number of rows with digests of the ranges if a flag is set,
+    and a row with the SHA-256 if another flag is set. A row of ones ends the list.
     """
     rows = iter(struct.iter_unpack("<4QIIII", shard[48 : len(shard) // 48 * 48]))
     for *words, flags, count, _, _ in rows:
@@ -208,12 +209,12 @@ def _format_hash(words: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of a commit.
+    """File of a commit.
 
     Attributes:
-        content: Its bytes, or those that LFS keeps for it; none of a file of Xet.
-        lfs: Their SHA-256, if it does.
-        xet: The file of Xet, if it is one.
+        content: Bytes of the file; empty for a file of Xet.
+        lfs: SHA-256 of a file that LFS or Xet stores; None for other files.
+        xet: File in the Xet storage; None for other files.
     """
 
     content: bytes
@@ -254,7 +255,7 @@ class _Repo:
     branches: dict[str, list[_Commit]]
     xet: Path
     xet_url: str
-    kept: dict[str, bytes] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict[str, bytes])
     uploads: int = 0
     sent: int = 0
     behind: bool = False
@@ -267,10 +268,10 @@ class _Repo:
             for commit in commits:
                 if commit.sha == revision:
                     return commit
-        raise _refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        raise _make_error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
 
     def find_xet(self, digest: str) -> _XetFile | None:
-        """Find a file in the storage of Xet by its SHA-256."""
+        """Return the file with a SHA-256 from the Xet storage, or None."""
         files = itertools.chain.from_iterable(
             _read_shard(shard.read_bytes()) for shard in self.xet.glob("xet/xorbs/shards/*.mdb")
         )
@@ -284,7 +285,7 @@ class _Repo:
         return commits[-1]
 
 
-def _refused(status: int, code: str, message: str) -> web.HTTPException:
+def _make_error(status: int, code: str, message: str) -> web.HTTPException:
     kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 403: web.HTTPForbidden}
     kinds |= {404: web.HTTPNotFound, 409: web.HTTPConflict, 412: web.HTTPPreconditionFailed}
     headers = {"X-Error-Code": code, "X-Error-Message": message}
@@ -306,12 +307,12 @@ class _Failing:
 @dataclass
 class _HubApplication:
     xet: Path
-    repos: dict[str, _Repo] = field(default_factory=dict)
-    failing: list[_Failing] = field(default_factory=list)
+    repos: dict[str, _Repo] = field(default_factory=dict[str, _Repo])
+    failing: list[_Failing] = field(default_factory=list[_Failing])
     box: FaultBox = field(default_factory=FaultBox)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 30, middlewares=[self._faults])
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._inject_failures])
         repo = "{owner:[^/]+}/{name:[^/]+}"
         api = f"/api/{{kind:models|datasets}}/{repo}"
         routes = [
@@ -340,7 +341,7 @@ class _HubApplication:
         return app
 
     @web.middleware
-    async def _faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _inject_failures(self, request: web.Request, handler: Any) -> web.StreamResponse:
         for failing in self.failing:
             meant = failing.count and not request.path.startswith(CONTROL)
             if meant and re.fullmatch(failing.path, request.path):
@@ -355,13 +356,13 @@ class _HubApplication:
                 await request.read()
                 if failing.status == CUT:
                     return await _cut(request, answer, sent=0.5)
-                return _fail(failing.status, failing.retry_after)
+                return _make_failure(failing.status, failing.retry_after)
         if request.path.startswith(CONTROL):
             return await handler(request)
-        return await self._inject(request, handler)
+        return await self._inject_faults(request, handler)
 
-    async def _inject(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Answer a request, with a fault if `HubServer.set_faults` has one for it."""
+    async def _inject_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer a request, with a fault if `HubServer.set_faults` chooses one."""
         possible = (
             set(Fault) - {Fault.DAMAGE} if request.method in {"GET", "HEAD"} else set[Fault]()
         )
@@ -370,7 +371,7 @@ class _HubApplication:
             return await handler(request)
         self.box.fire(plan)
         if status := _STATUSES.get(plan.kind):
-            return _fail(status, plan.retry_after)
+            return _make_failure(status, plan.retry_after)
         if plan.kind is Fault.STALL:
             await asyncio.sleep(plan.stall_seconds)
         answer = None
@@ -378,23 +379,23 @@ class _HubApplication:
             answer = await handler(request)
         return await _cut(request, answer, sent=0.5 if plan.kind is Fault.CUT else 0.0)
 
-    # -- what a client asks
+    # -- API of clients
 
-    def _repo(self, request: web.Request, *, write: bool = False) -> _Repo:
+    def _find_repo(self, request: web.Request, *, write: bool = False) -> _Repo:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in {WRITER, READER}:
-            raise _refused(401, "", "Invalid credentials in Authorization header")
+            raise _make_error(401, "", "Invalid credentials in Authorization header")
         repo = self.repos.get(_read_name(request))
         if repo is None:
-            raise _refused(404, "RepoNotFound", "Repository not found")
+            raise _make_error(404, "RepoNotFound", "Repository not found")
         if repo.is_gated:
-            raise _refused(403, "GatedRepo", "Access to this dataset is restricted")
+            raise _make_error(403, "GatedRepo", "Access to this dataset is restricted")
         if write and token != WRITER:
-            raise _refused(403, "", "You have read access but not the required permissions")
+            raise _make_error(403, "", "You have read access but not the required permissions")
         return repo
 
     async def info(self, request: web.Request) -> web.Response:
-        commit = self._repo(request).at(unquote(request.match_info.get("revision", "main")))
+        commit = self._find_repo(request).at(unquote(request.match_info.get("revision", "main")))
         name = _read_name(request)
         return web.json_response({"id": name, "modelId": name, "sha": commit.sha, "siblings": []})
 
@@ -403,12 +404,12 @@ class _HubApplication:
         return web.json_response({"errors": [], "warnings": []})
 
     async def tree(self, request: web.Request) -> web.Response:
-        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        commit = self._find_repo(request).at(unquote(request.match_info["revision"]))
         path = request.match_info.get("path", "")
         prefix = f"{path}/" if path else ""
         below = {name: file for name, file in commit.files.items() if name.startswith(prefix)}
         if prefix and not below:
-            raise _refused(404, "EntryNotFound", f"{path} does not exist on this revision")
+            raise _make_error(404, "EntryNotFound", f"{path} does not exist on this revision")
         deep = request.query.get("recursive", "").lower() in {"true", "1"}
         entries: dict[str, dict[str, Any]] = {}
         for name, file in sorted(below.items()):
@@ -421,11 +422,11 @@ class _HubApplication:
         return web.json_response(list(entries.values()))
 
     async def describe_paths(self, request: web.Request) -> web.Response:
-        commit = self._repo(request).at(unquote(request.match_info["revision"]))
+        commit = self._find_repo(request).at(unquote(request.match_info["revision"]))
         if request.content_type == "application/json":
             paths = (await request.json())["paths"]
         else:
-            paths = (await request.post()).getall("paths", [])
+            paths = map(str, (await request.post()).getall("paths", []))
         entries: list[dict[str, Any]] = []
         for path in paths:
             if path in commit.files:
@@ -435,21 +436,21 @@ class _HubApplication:
         return web.json_response(entries)
 
     async def squash(self, request: web.Request) -> web.Response:
-        """Replace the commits of a branch by one. The old ones are gone at once."""
-        repo, branch = self._repo(request, write=True), unquote(request.match_info["revision"])
+        """Replace the commits of a branch by one commit. The old commits are deleted."""
+        repo, branch = self._find_repo(request, write=True), unquote(request.match_info["revision"])
         files = repo.at(branch).files
         repo.commit(branch, files)
         repo.branches[branch] = repo.branches[branch][-1:]
         return web.json_response({})
 
     async def preupload(self, request: web.Request) -> web.Response:
-        repo, body = self._repo(request, write=True), await request.json()
+        repo, body = self._find_repo(request, write=True), await request.json()
         here = repo.at(unquote(request.match_info["revision"])).files.get(".gitignore")
         rules = body.get("gitIgnore") or (here.content.decode() if here else "")
         files = [
             {
                 "path": one["path"],
-                "uploadMode": "lfs" if _by_lfs(one["path"], one["size"]) else "regular",
+                "uploadMode": "lfs" if _is_stored_by_lfs(one["path"], one["size"]) else "regular",
                 "shouldIgnore": _is_ignored(one["path"], rules),
             }
             for one in body["files"]
@@ -457,7 +458,7 @@ class _HubApplication:
         return web.json_response({"files": files})
 
     async def batch(self, request: web.Request) -> web.Response:
-        repo = self._repo(request, write=True)
+        repo = self._find_repo(request, write=True)
         name = _read_name(request)
         objects: list[dict[str, Any]] = []
         for one in (await request.json())["objects"]:
@@ -472,20 +473,21 @@ class _HubApplication:
         repo = self.repos[_read_name(request)]
         body = await request.read()
         if hashlib.sha256(body).hexdigest() != request.match_info["oid"]:
-            raise _refused(400, "", "These bytes have another SHA-256")
+            raise _make_error(400, "", "These bytes have another SHA-256")
         repo.kept[request.match_info["oid"]] = body
         repo.uploads += 1
         return web.Response()
 
     async def write_by_xet(self, request: web.Request) -> web.Response:
-        repo = self._repo(request, write=True)
+        repo = self._find_repo(request, write=True)
         repo.uploads += 1
-        return self._name_xet(repo, 3600)
+        return self._issue_xet_token(repo, 3600)
 
     async def read_by_xet(self, request: web.Request) -> web.Response:
-        return self._name_xet(self._repo(request), 30)  # too short to be kept for the next file
+        # hf_xet reuses no token with such a short lifetime.
+        return self._issue_xet_token(self._find_repo(request), 30)
 
-    def _name_xet(self, repo: _Repo, seconds: int) -> web.Response:
+    def _issue_xet_token(self, repo: _Repo, seconds: int) -> web.Response:
         expiry = int(time.time()) + seconds
         headers = {
             "X-Xet-Cas-Url": repo.xet_url,
@@ -496,7 +498,7 @@ class _HubApplication:
         return web.json_response(body, headers=headers)
 
     async def commit(self, request: web.Request) -> web.Response:
-        repo, branch = self._repo(request, write=True), unquote(request.match_info["revision"])
+        repo, branch = self._find_repo(request, write=True), unquote(request.match_info["revision"])
         lines = [json.loads(line) for line in (await request.read()).splitlines()]
         head = repo.at(branch)
         if repo.behind:
@@ -504,7 +506,7 @@ class _HubApplication:
             head = repo.commit(branch, {**head.files, "README.md": _File(b"somebody else's")})
         parent = lines[0]["value"].get("parentCommit")
         if parent is not None and parent != head.sha:
-            raise _refused(412, "", "A commit has happened since. Please refresh and try again.")
+            raise _make_error(412, "", "A commit has happened since. Please refresh and try again.")
         files = dict(head.files)
         for line in lines[1:]:
             value = line["value"]
@@ -517,38 +519,38 @@ class _HubApplication:
                     elif xet := repo.find_xet(value["oid"]):
                         files[value["path"]] = _File(b"", value["oid"], xet)
                     else:
-                        raise _refused(400, "", f"LFS has no {value['oid']}")
+                        raise _make_error(400, "", f"LFS has no {value['oid']}")
                 case "deletedFile":
                     if files.pop(value["path"], None) is None:
-                        raise _refused(404, "EntryNotFound", f"There is no {value['path']}")
+                        raise _make_error(404, "EntryNotFound", f"There is no {value['path']}")
                 case other:
-                    raise _refused(400, "", f"{other} is not understood here")
+                    raise _make_error(400, "", f"{other} is not understood here")
         made = repo.commit(branch, files)
         name = _read_name(request)
         url = f"http://{request.host}/{name}/commit/{made.sha}"
         return web.json_response({"success": True, "commitOid": made.sha, "commitUrl": url})
 
     async def make_branch(self, request: web.Request) -> web.Response:
-        repo, branch = self._repo(request, write=True), unquote(request.match_info["branch"])
+        repo, branch = self._find_repo(request, write=True), unquote(request.match_info["branch"])
         if branch in repo.branches:
-            raise _refused(409, "", "It exists")
+            raise _make_error(409, "", "It exists")
         start = (await request.json()).get("startingPoint", "main")
         repo.branches[branch] = [repo.at(start)]
         return web.json_response({})
 
     async def delete_branch(self, request: web.Request) -> web.Response:
-        repo, branch = self._repo(request, write=True), unquote(request.match_info["branch"])
+        repo, branch = self._find_repo(request, write=True), unquote(request.match_info["branch"])
         if repo.branches.pop(branch, None) is None:
-            raise _refused(404, "RevisionNotFound", "No such branch")
+            raise _make_error(404, "RevisionNotFound", "No such branch")
         return web.json_response({})
 
     async def resolve(self, request: web.Request) -> web.StreamResponse:
-        repo = self._repo(request)
+        repo = self._find_repo(request)
         commit = repo.at(unquote(request.match_info["revision"]))
         path = unquote(request.match_info["path"])
         file = commit.files.get(path)
         if file is None:
-            raise _refused(404, "EntryNotFound", f"{path} does not exist on this revision")
+            raise _make_error(404, "EntryNotFound", f"{path} does not exist on this revision")
         headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
         if file.lfs:
             headers |= {"X-Linked-Etag": f'"{file.lfs}"', "X-Linked-Size": str(file.size)}
@@ -557,7 +559,7 @@ class _HubApplication:
             route = f"http://{request.host}/api/models/{name}/xet-read-token/{commit.sha}"
             headers |= {"X-Xet-Hash": file.xet.name, "X-Xet-Refresh-Route": route}
             if request.method != "HEAD":
-                raise _refused(400, "", "This file can be read by Xet only")
+                raise _make_error(400, "", "This file can be read by Xet only")
             return web.Response(headers=headers)
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         sends = request.method != "HEAD"
@@ -570,7 +572,7 @@ class _HubApplication:
         headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(file.content)}"
         return web.Response(status=206, body=body, headers=headers)
 
-    # -- what a test asks
+    # -- API of tests
 
     async def control(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -609,7 +611,7 @@ class _HubApplication:
         return web.json_response({})
 
     def _control_faults(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Set faults, or return how many fired."""
+        """Configure faults, or return their counts."""
         match verb:
             case "fail":
                 self.failing = [one for one in self.failing if one.count and body["count"]]
@@ -621,17 +623,17 @@ class _HubApplication:
             case "unfired":
                 return {"count": sum(one.count for one in self.failing)}
             case _:
-                raise _refused(404, "", verb)
+                raise _make_error(404, "", verb)
         return {}
 
 
 def _read_name(request: web.Request) -> str:
-    """Return the name of a repository; that of a dataset begins with ``datasets/``."""
+    """Return the name of the repository in a request, with ``datasets/`` before a dataset's."""
     prefix = "datasets/" * (request.match_info.get("kind") == "datasets")
     return f"{prefix}{request.match_info['owner']}/{request.match_info['name']}"
 
 
-def _fail(status: int, retry_after: float | None) -> web.Response:
+def _make_failure(status: int, retry_after: float | None) -> web.Response:
     headers = {} if retry_after is None else {"Retry-After": f"{retry_after:.0f}"}
     return web.json_response({"error": "injected"}, status=status, headers=headers)
 
@@ -639,7 +641,7 @@ def _fail(status: int, retry_after: float | None) -> web.Response:
 async def _cut(
     request: web.Request, answer: web.StreamResponse | None, sent: float
 ) -> web.StreamResponse:
-    """Send a share of the body of an answer, and close the connection. No share: nothing."""
+    """Send a share of the body of an answer, and close the connection."""
     body = answer.body if isinstance(answer, web.Response) else None
     started = web.StreamResponse()
     if answer is not None and isinstance(body, bytes) and sent and body:
@@ -657,11 +659,11 @@ def _flip_bit(body: bytes, index: int) -> bytes:
 
 
 def _is_ignored(path: str, rules: str) -> bool:
-    """Decide whether a rule of a ``.gitignore`` names a file: patterns of names only."""
+    """Decide whether a rule of a ``.gitignore`` matches the name of a file. Folders are ignored."""
     return any(fnmatch.fnmatch(path.rpartition("/")[2], rule) for rule in rules.splitlines())
 
 
-def _by_lfs(path: str, size: int) -> bool:
+def _is_stored_by_lfs(path: str, size: int) -> bool:
     return path.endswith((".safetensors", ".bin")) or size >= LFS_FROM
 
 
@@ -676,8 +678,11 @@ async def _serve(xet: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("xet", type=Path, help="Folder for the storages of Xet.")
+    """Run a server until the process ends. A line of JSON on stdout has its port."""
+    parser = argparse.ArgumentParser(
+        prog="python -m millrace.testing.hub", description=main.__doc__
+    )
+    parser.add_argument("xet", type=Path, help="folder of the Xet storages")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(parser.parse_args().xet))
 

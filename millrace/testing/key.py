@@ -1,4 +1,4 @@
-"""An access key, as the stand-ins hand it out."""
+"""Access keys of the stand-ins, and S3 clients that sign with them."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,7 +10,7 @@ from botocore.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key pair with which a client signs."""
+    """Key pair that a client signs with."""
 
     access_key_id: str
     secret_access_key: str = field(repr=False)
@@ -26,9 +26,9 @@ def connect(
     region: str = "us-east-1",
     verify: str | bool | None = None,
 ) -> Any:
-    """Return a boto3 client: path-style, no retries, no checksum that was not asked for.
+    """Return a boto3 client: path-style URLs, no retries, checksums only where required.
 
-    Equal arguments have one client, which several threads may use.
+    Calls with equal arguments return the same client. The client is thread-safe.
     """
     return cast("Any", boto3).client(
         service,

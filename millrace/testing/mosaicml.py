@@ -1,8 +1,8 @@
-"""Install mosaicml-streaming, whose own requirements clash with those of Millrace.
+"""Installation of mosaicml-streaming, whose requirements conflict with those of Millrace.
 
 mosaicml-streaming requires older versions of libraries than Millrace does (numpy, xxhash). Its
-reader and its writer work with the newer ones. So it is installed into a folder without its
-requirements, beside those that it imports and an environment for development lacks.
+reader and its writer also work with the newer versions. It is therefore installed into a separate
+folder without its requirements, together with imported packages that the `dev` extra lacks.
 """
 
 import subprocess
@@ -24,17 +24,17 @@ PACKAGES = (
 
 
 def install_mosaicml(folder: Path) -> None:
-    """Install the package into a folder, from PyPI."""
+    """Install the package from PyPI into a folder."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-compile", "--target", str(folder)]
     subprocess.run([*pip, *options, *PACKAGES], check=True)
 
 
 def prepare_import() -> None:
-    """Let this process import the package without its datasets of pictures.
+    """Make the package importable in this process without its image datasets.
 
-    The folder of `install_mosaicml` must be in ``sys.path``. The import of the datasets fails where
-    torchvision was built for another PyTorch than the installed one.
+    The folder of `install_mosaicml` must be in ``sys.path``. The image datasets import torchvision,
+    which fails if it was built for another version of PyTorch.
     """
     package = types.ModuleType("streaming")
     package.__path__ = [str(Path(one) / "streaming") for one in sys.path]

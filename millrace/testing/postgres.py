@@ -1,4 +1,4 @@
-"""A PostgreSQL server in a folder of its own, reached through a Unix socket."""
+"""PostgreSQL server in its own folder, with a Unix socket."""
 
 import os
 import pwd
@@ -25,19 +25,19 @@ def find_programs() -> Path | None:
 
 
 class PostgresServer:
-    """A server without a network address, which trusts every user of its socket.
+    """PostgreSQL server without a network address. It trusts every user of its socket.
 
     Attributes:
         url: URL of the database ``postgres`` for SQLAlchemy and asyncpg.
     """
 
     def __init__(self, programs: Path, folder: Path, *, is_durable: bool = True) -> None:
-        """Create a cluster in a folder, and serve it as another user than root.
+        """Create a cluster in a folder, and start its server as a user other than root.
 
         Args:
             programs: Folder of ``initdb`` and ``postgres``.
-            folder: New folder of the cluster. The other user can enter each folder above it.
-            is_durable: Whether writes survive a failure of the machine.
+            folder: New folder for the cluster. The server's user must be able to enter its parents.
+            is_durable: Whether writes survive a crash of the machine.
         """
         self._programs, self._folder = programs, folder
         folder.mkdir(parents=True)
@@ -46,7 +46,8 @@ class PostgresServer:
         if user is not None:
             os.chown(folder, user.pw_uid, user.pw_gid)
             ids = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
-            change = ["setpriv", *ids, "--pdeathsig", "KILL", "--"]  # a change of user unsets it
+            # The change of user comes first, as it unsets the signal.
+            change = ["setpriv", *ids, "--pdeathsig", "KILL", "--"]
         subprocess.run(
             [*change, programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-N"],
             cwd=folder,
@@ -76,7 +77,7 @@ class PostgresServer:
         self._child.stop()
 
     def read_values(self) -> Iterator[tuple[str, str]]:
-        """Yield each value of all tables as text, with the name of its table."""
+        """Yield the name of the table and the text of each value in the database."""
         dump = subprocess.run(
             [self._programs / "pg_dump", "-h", self._folder, "-U", "postgres", "--data-only"],
             check=True,
@@ -102,13 +103,13 @@ class PostgresServer:
 
 
 def _decode_value(field: str) -> str:
-    """Return a value of PostgreSQL's text format of COPY as text, and bytes as Latin-1."""
+    """Decode a value in PostgreSQL's text format of COPY. Bytes are decoded as Latin-1."""
     text = _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), field)
     return bytes.fromhex(text[2:]).decode("latin-1") if _BYTES.fullmatch(text) else text
 
 
 def _find_user() -> pwd.struct_passwd | None:
-    """Return the user that serves: PostgreSQL refuses root."""
+    """Return the user for the server if this process is root's: PostgreSQL refuses root."""
     if os.getuid():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A Prefect server in a process of its own. This module does not import Prefect."""
+"""Prefect server as a child process. This module does not import Prefect."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from typing import Self
 
 from millrace.testing.process import REPOSITORY, Child, find_free_ports, open_local
 
-_STALL_TIMEOUT = 120.0  # seconds without CPU time until a start has failed
+_STALL_TIMEOUT = 120.0  # seconds without CPU use after which a start fails
 _POLL_INTERVAL = 0.1
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class PrefectServerProcess:
-    """A Prefect server on loopback, with a home of its own, and by default a database in it.
+    """Prefect server on loopback with its own home, where the database is by default.
 
     Attributes:
         home: ``PREFECT_HOME`` of the server and its clients.
         log: File with the output of the server.
         url: URL of the API.
-        environment: Environment of a process that uses this server.
+        environment: Environment variables of a process that uses this server.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class PrefectServerProcess:
 
         Args:
             home: Folder of the server. It is created if it does not exist.
-            port: Port; 0 means a free one.
-            settings: Further environment variables of the server and its clients.
+            port: Port of the server; 0 means any free port.
+            settings: Additional environment variables of the server and its clients.
             log_level: Level of uvicorn's log.
 
         Raises:
@@ -60,7 +60,7 @@ class PrefectServerProcess:
             **(settings or {}),
         }
         home.mkdir(parents=True, exist_ok=True)
-        # `prefect server start` starts this program, and a kill of the first would leave it.
+        # uvicorn as a child of `prefect server start` would survive a kill of that command.
         app = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
         address = ["--host", "127.0.0.1", "--port", str(port), "--log-level", log_level]
         self._child = Child(
@@ -107,7 +107,7 @@ class PrefectServerProcess:
 
 
 def _read_cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process: a busy machine imports the server for minutes."""
+    """Return the CPU seconds of a process. On a busy machine, a start takes minutes."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive the one that started them."""
+"""Child processes that end with their parent."""
 
 import contextlib
 import json
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
-open_local = build_opener(ProxyHandler({})).open  # by no proxy
+open_local = build_opener(ProxyHandler({})).open  # without a proxy
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Child:
-    """A server started by us, in a session of its own, killed by the kernel should we die.
+    """Server process in its own session. The kernel kills it when its parent ends.
 
-    The kernel's promise (``PR_SET_PDEATHSIG``, set by util-linux's ``setpriv``) is bound to the
-    thread that started the child: start servers from a thread that lives as long as they do, as
-    pytest's main thread does.
+    The signal (``PR_SET_PDEATHSIG``, set by ``setpriv`` of util-linux) is sent when the thread that
+    started the child ends. Start servers from a thread that lives as long as they do, such as the
+    main thread of pytest.
     """
 
     def __init__(
@@ -34,11 +34,12 @@ class Child:
         """Start a server.
 
         Args:
-            command: The program and its arguments.
-            log: What it prints is appended to this file.
-            folder: Where it runs.
-            announces: It prints a line of JSON when it is ready, for `read_announcement` to read.
-            environment: Environment of the server; by default that of this process.
+            command: Program and its arguments.
+            log: File to which the output of the process is appended.
+            folder: Folder in which the process runs.
+            announces: Whether the process prints a line of JSON when it is ready, which
+                `read_announcement` reads.
+            environment: Environment of the process; by default that of this process.
         """
         self.name = " ".join(command[:3])
         self.log = log
@@ -55,18 +56,18 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id (``setpriv`` has become the server itself)."""
+        """Process ID of the server, which ``setpriv`` replaced itself with."""
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Decide whether the process still runs."""
+        """Decide whether the process is running."""
         return self._process.poll() is None
 
     def read_announcement(self) -> dict[str, Any]:
-        """Wait for the line of JSON that says that it is ready.
+        """Wait until the process announces that it is ready, and return the announcement.
 
         Raises:
-            RuntimeError: It ended without one.
+            RuntimeError: The process ended without an announcement.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -76,11 +77,11 @@ class Child:
         return json.loads(line)
 
     def read_tail(self, lines: int = 15) -> str:
-        """Return the last lines that the process printed, for an error message."""
+        """Return the last lines of the log, for an error message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ask it to end, and after ``timeout`` seconds ask no longer."""
+        """Terminate the process with SIGTERM, and after ``timeout`` seconds with SIGKILL."""
         if self.is_running():
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -88,7 +89,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End it with SIGKILL, and wait until it is gone."""
+        """Kill the process with SIGKILL, and wait until it has ended."""
         if self.is_running():
             self._process.kill()
         self._process.wait()
@@ -97,19 +98,19 @@ class Child:
 
 
 def start_module(module: str, *arguments: str, log: Path) -> Child:
-    """Start ``python -m module``, which announces that it is ready, from this repository."""
+    """Start ``python -m module`` in this repository. The module must announce when it is ready."""
     command = [sys.executable, "-m", module, *arguments]
     return Child(command, log=log, folder=REPOSITORY, announces=True)
 
 
 def ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Ask a server of ours, by no proxy, what no client of it can; its answer."""
+    """Send JSON to the control interface of a stand-in, without a proxy, and return the answer."""
     with contextlib.closing(open_local(Request(url, json.dumps(body or {}).encode()))) as answer:
         return json.load(answer)
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return ports of 127.0.0.1 that nothing listens on at this moment."""
+    """Return free ports of 127.0.0.1. Another process may take one before its use."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -1,27 +1,29 @@
-"""Cloudflare R2, as strict as the real one, in front of another S3 server.
+"""Stand-in of Cloudflare R2: a reverse proxy that applies the rules of R2 to another S3 server.
 
-A reverse proxy, a process of its own: TLS, streaming both ways with bounded memory. What is
-signed goes on unchanged, so the upstream checks it. The proxy adds what R2 refuses:
+The proxy is a separate process with TLS. It streams in both directions with bounded memory. Signed
+parts of a request are forwarded unchanged, so that the upstream can check them. The proxy refuses
+the following, as R2 does:
 
-- Parts of a multipart upload that differ in length, or a last one that is larger (400 InvalidPart),
-  or that are too small (400 EntityTooSmall), when the upload is completed.
-- ``aws-chunked``, streaming payloads and trailing checksums; ACLs, tags, object locks, KMS and
-  the subresources that R2 lacks (501 NotImplemented); another region than R2's (400).
-- More than one write a second to a key (429 TooManyRequests): PutObject, CopyObject and
-  CompleteMultipartUpload count once the upstream has them, whatever it answers.
-- Temporary credentials (`r2_token`): R2's JWT, checked in full, held to its bucket,
-  paths, scope and actions (403 AccessDenied), its time (403 ExpiredToken) and its endpoint (401).
-  The request is then signed anew with the parent's key.
-- A body that is not what ``x-amz-checksum-sha256`` or ``x-amz-checksum-crc64nvme`` says, of
-  PutObject and UploadPart (400 BadDigest). Its last piece is held back until then, so the upstream
-  never has the object. The answer repeats the CRC, as do HEAD and GET of the whole object with
-  ``x-amz-checksum-mode: ENABLED``, as long as the object has the same ETag.
+- At the completion of a multipart upload: parts of different lengths or a last part that is larger
+  than the others (400 InvalidPart), and parts that are too small (400 EntityTooSmall).
+- ``aws-chunked``, streaming payloads and trailing checksums; ACLs, tags, object locks, KMS and the
+  subresources that R2 does not support (501 NotImplemented); regions that R2 does not have (400).
+- More than one write per second to a key (429 TooManyRequests). PutObject, CopyObject and
+  CompleteMultipartUpload count when they reach the upstream, whatever the answer is.
+- Requests beyond the rights of temporary credentials, which are JWTs of R2 (`r2_token`): another
+  bucket, path, scope or action (403 AccessDenied), an expired token (403 ExpiredToken), or another
+  endpoint (401). Allowed requests are signed again with the parent's key.
+- A body of PutObject or UploadPart that differs from its ``x-amz-checksum-sha256`` or
+  ``x-amz-checksum-crc64nvme`` (400 BadDigest). The last piece of the body is held back until the
+  check, so the upstream never stores such an object. The answer repeats the CRC. So do HEAD and GET
+  of the whole object with ``x-amz-checksum-mode: ENABLED``, while the ETag of the object is the
+  same.
 
-What it does not add: conditions on CompleteMultipartUpload, other checksums, the SHA-256 on the way
-back, the CRC of a multipart upload or a copy. `Faults` are injected on top, seeded, and counted
-when they fire.
+The proxy lacks conditions on CompleteMultipartUpload, other checksums, the SHA-256 in answers to
+reads, and the CRC of a multipart upload or a copy. It injects `Faults` by a seed, and counts the
+faults that fire.
 
-``python -m millrace.testing.r2 --upstream URL --keys FILE`` runs one.
+``python -m millrace.testing.r2 --upstream URL --keys FILE`` runs a proxy.
 """
 
 import argparse
@@ -45,35 +47,35 @@ __all__ = ["Fault", "Faults", "R2Proxy", "R2RequestRecord", "Rules"]
 
 
 class R2RequestRecord(TypedDict):
-    """A request that the proxy saw, in the order of arrival."""
+    """Request that the proxy received."""
 
     method: str
     path: str
-    """Path of the request line, encoded, with its query."""
+    """Encoded path of the request line, with the query."""
     operation: str
-    """Name of the operation in S3, such as ``PutObject``."""
+    """S3 operation, such as ``PutObject``."""
     arrived: float
-    """Time of ``time.monotonic()``, whose clock all processes of a machine share."""
+    """Time of arrival by ``time.monotonic()``, a clock that all processes of a machine share."""
     status: int | None
-    """None if nothing was answered."""
+    """Status of the answer; None if there was no answer."""
     fault: str | None
-    """The kind that fired."""
+    """Kind of the fault that fired; None if no fault fired."""
     refused: str | None
-    """The code of the rule that refused it."""
+    """Error code of the rule that refused the request; None if no rule did."""
     received: int
-    """Bytes of body that came from the client."""
+    """Bytes of the body received from the client."""
     sent: int
-    """Bytes of body that went to the client."""
+    """Bytes of the body sent to the client."""
     payload: str
-    """Value of ``x-amz-content-sha256``: a SHA-256 that was signed, or ``UNSIGNED-PAYLOAD``."""
+    """Value of ``x-amz-content-sha256``: the signed SHA-256, or ``UNSIGNED-PAYLOAD``."""
 
 
 class R2Proxy:
-    """A running proxy. Made by `R2Proxy.start`; a context manager that stops it.
+    """Running proxy, started by `R2Proxy.start`. As a context manager, it stops at the exit.
 
     Attributes:
-        endpoint: ``https://localhost:PORT``, or ``http://`` without TLS.
-        ca_file: What a client must trust; None without TLS.
+        endpoint: URL of the proxy: ``https://localhost:PORT``, or ``http://`` without TLS.
+        ca_file: Certificate of the authority that clients must trust; None without TLS.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class R2Proxy:
         ca_file: Path | None,
         keys: Mapping[str, str],
     ) -> None:
-        """Describe a proxy that runs already; `start` runs it."""
+        """Represent a proxy that is already running. Use `start` to start one."""
         scheme = "http" if ca_file is None else "https"
         self.endpoint = f"{scheme}://localhost:{port}"
         self.host = f"localhost:{port}"
@@ -104,15 +106,15 @@ class R2Proxy:
         tls: bool = True,
         rules: Rules | None = None,
     ) -> Self:
-        """Start a proxy; it serves when this returns, after about half a second.
+        """Start a proxy, and return when it accepts requests, after about half a second.
 
         Args:
-            upstream: Where the S3 server listens, ``http://HOST:PORT``.
-            keys: The secret of each access key id that it knows. Without its secret, an id is the
-                parent of no temporary credential, and its uploads are not held to equal parts.
-            folder: Where the certificates, the keys and the log are kept. Made if missing.
-            tls: Without it: plain HTTP, for benchmarks.
-            rules: Rules bent; `reset` comes back to these.
+            upstream: URL of the S3 server, ``http://HOST:PORT``.
+            keys: Secrets of access keys, by ID. For an ID without a secret, temporary credentials
+                are refused, and the sizes of the parts of uploads are not checked.
+            folder: Folder of the certificates, the keys and the log. It is created if missing.
+            tls: Whether the proxy serves HTTPS; plain HTTP is for benchmarks.
+            rules: Rules of the proxy, which `reset` restores.
         """
         rules = rules or Rules()
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,33 +134,31 @@ class R2Proxy:
         return cls(child, port=ready["port"], control=ready["control"], ca_file=ca_file, keys=keys)
 
     def __enter__(self) -> Self:
-        """Nothing: it runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
         self.stop()
 
     @property
     def log(self) -> Path:
-        """Return the errors that the process printed; empty if there are none."""
+        """Return the path of the log, which has the errors of the process."""
         return self._child.log
 
     def get_key(self, access_key_id: str) -> Key:
-        """Return one of the keys that the server was started with."""
+        """Return the key with an ID, from the keys that the proxy was started with."""
         return Key(access_key_id, self._keys[access_key_id])
 
     def make_client(self, key: Key) -> Any:
-        """Return a boto3 client of this server, path-style and without retries."""
+        """Return a boto3 client for this proxy, with path-style URLs and without retries."""
         verify = None if self.ca_file is None else str(self.ca_file)
         return connect(self.endpoint, key, region="auto", verify=verify)
 
     def make_temporary_key(self, parent: Key, bucket: str, **options: Any) -> Key:
-        """Make temporary credentials for this endpoint; ``options`` as in `r2_token.mint`."""
+        """Create temporary credentials for this endpoint, with options of `r2_token.mint`."""
         return r2_token.mint(parent, bucket=bucket, audience=self.host, **options)
 
     def set_faults(self, faults: Faults) -> None:
-        """Inject faults by chance from now on, from the start of their seed."""
+        """Inject random faults from now on, with a generator that starts from their seed."""
         self._ask("/faults", asdict(faults))
 
     def fail_next(
@@ -172,16 +172,16 @@ class R2Proxy:
         retry_after: float | None = None,
         stall_seconds: float = 30.0,
     ) -> None:
-        """Let the next ``n`` matching requests meet a fault, whatever the chance.
+        """Fail the next ``n`` matching requests with a fault.
 
         Args:
-            kind: A `Fault`. A request that it cannot befall (a cut HEAD) waits for another.
-            n: How many.
-            method: An HTTP method; None: any.
-            key_contains: Part of ``bucket/key``.
-            operation: One of S3's, ``CompleteMultipartUpload``; None: any.
-            retry_after: Seconds, the header of 429 and 503.
-            stall_seconds: How long a stall lasts.
+            kind: Kind of the fault. A request that it cannot happen to (a cut HEAD) does not count.
+            n: Number of requests.
+            method: HTTP method of the requests; None for any.
+            key_contains: Text in the ``bucket/key`` of the requests.
+            operation: S3 operation, such as ``CompleteMultipartUpload``; None for any.
+            retry_after: Header Retry-After of 429 and 503, in seconds.
+            stall_seconds: Duration of a stall.
         """
         self._ask(
             "/fail-next",
@@ -197,43 +197,43 @@ class R2Proxy:
         )
 
     def set_rules(self, **rules: Any) -> None:
-        """Bend some of the `Rules` until the next `reset`."""
+        """Change some of the `Rules` until the next `reset`."""
         self._ask("/rules", rules)
 
     def set_delays(self, share: float, seconds: float, seed: int = 0) -> None:
-        """Let a share of the answers to GetObject come later, from the start of the seed."""
+        """Delay a random share of the answers to GetObject, with a generator of a given seed."""
         self._ask("/delays", {"share": share, "seconds": seconds, "seed": seed})
 
     def count_delayed(self) -> int:
-        """Return the number of answers that came later since the last `reset`."""
+        """Return the number of delayed answers since the last `reset`."""
         return self._ask("/delayed")
 
     def count_fired(self) -> dict[str, int]:
-        """Return how often each kind of fault fired."""
+        """Return the number of faults of each kind that fired."""
         return self._ask("/counts")
 
     def count_pending(self) -> int:
-        """Return the number of faults of `fail_next` that wait for their request."""
+        """Return the number of faults of `fail_next` that have not fired yet."""
         return self._ask("/pending")
 
     def count_refusals(self) -> dict[str, int]:
-        """Return the refusals by S3's error code; ``BadGateway``: the upstream failed."""
+        """Return the number of refusals by S3 error code. Upstream failures are ``BadGateway``."""
         return self._ask("/refusals")
 
     def list_requests(self) -> list[R2RequestRecord]:
-        """Return the last 100,000 requests since the last `reset`, in order of arrival."""
+        """Return the last 100,000 requests since the last `reset`, in the order of arrival."""
         return self._ask("/requests")
 
     def reset(self) -> None:
-        """Forget faults, counts and requests, restore the first rules, and end stalled requests."""
+        """Clear faults, counts and requests, restore the rules, and end stalled requests."""
         self._ask("/reset")
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the proxy."""
         self._child.stop()
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill the proxy with SIGKILL."""
         self._child.kill()
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -241,20 +241,20 @@ class R2Proxy:
 
 
 def main() -> None:
-    """Run a proxy until it is ended; a line of JSON says on which ports."""
+    """Run a proxy until the process ends. A line of JSON on stdout has its ports."""
     parser = argparse.ArgumentParser(prog="python -m millrace.testing.r2", description=main.__doc__)
     parser.add_argument("--upstream", required=True, help="http://HOST:PORT of the S3 server")
-    parser.add_argument("--keys", type=Path, help="JSON file: a secret for each access key id")
-    parser.add_argument("--certificate", help="PEM file; without one, plain HTTP")
+    parser.add_argument("--keys", type=Path, help="JSON file with secrets by access key ID")
+    parser.add_argument("--certificate", help="PEM file; plain HTTP by default")
     parser.add_argument("--key", help="PEM file of the certificate's key")
-    parser.add_argument("--port", type=int, default=0, help="0: any")
-    parser.add_argument("--control-port", type=int, default=0, help="0: any")
+    parser.add_argument("--port", type=int, default=0, help="0 means any free port")
+    parser.add_argument("--control-port", type=int, default=0, help="0 means any free port")
     parser.add_argument("--min-part", type=int, default=Rules().min_part, help="bytes")
     parser.add_argument(
         "--write-interval", type=float, default=Rules().write_interval, help="seconds"
     )
     options = parser.parse_args()
-    keys = json.loads(options.keys.read_text()) if options.keys else {}
+    keys: dict[str, str] = json.loads(options.keys.read_text()) if options.keys else {}
     rules = Rules(min_part=options.min_part, write_interval=options.write_interval)
     certificate = (options.certificate, options.key) if options.certificate else None
 

@@ -1,4 +1,4 @@
-"""Rules by which R2 refuses requests that other S3 servers accept, from a request's head.
+"""Rules of R2 that refuse requests which other S3 servers accept, checked on the headers.
 
 Source: Cloudflare R2 documentation, "S3 API compatibility" and "Error codes".
 """
@@ -57,23 +57,22 @@ COUNTED_WRITES = frozenset({"PutObject", "CopyObject", "CompleteMultipartUpload"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules that a test may want to bend."""
+    """Rules that a test can change."""
 
     min_part: int = 5 * MIB
-    """The smallest part of a multipart upload but for its last, in bytes."""
+    """Smallest size of the parts of a multipart upload, except the last, in bytes."""
     write_interval: float = 1.0
-    """Seconds between two writes to one key; 0: as many as one likes."""
+    """Minimum seconds between two writes to one key; 0 means no limit."""
     checks_crc: bool = True
-    """Check, keep and repeat ``x-amz-checksum-crc64nvme``; false: ignore it, as others do."""
+    """Whether ``x-amz-checksum-crc64nvme`` is checked, stored and repeated, or ignored."""
     accepts_unsigned: bool = True
-    """Accept UNSIGNED-PAYLOAD; false: refuse it, as a policy of an S3 bucket can (403)."""
+    """Whether UNSIGNED-PAYLOAD is accepted, or refused (403) as by a policy of an S3 bucket."""
 
 
-class RefusedError(Exception):
-    """A request that is answered with an error of S3's."""
+class R2RefusedError(Exception):
+    """A request is refused with an S3 error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        """Say how it is answered."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -82,7 +81,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class S3Operation:
-    """Operation of a request, in the terms of S3."""
+    """S3 operation of a request."""
 
     name: str
     bucket: str
@@ -91,25 +90,25 @@ class S3Operation:
 
 
 def find_operation(method: str, path: str, query: str, headers: Mapping[str, str]) -> S3Operation:
-    """Name the operation of a path-style request."""
+    """Return the operation of a path-style request."""
     bucket, _, key = unquote(path).removeprefix("/").partition("/")
     fields = dict(parse_qsl(query, keep_blank_values=True))
     if not bucket:
         name = "ListBuckets" if method == "GET" else "Unknown"
     elif not key:
-        name = _on_bucket(method, fields)
+        name = _name_bucket_operation(method, fields)
     else:
-        name = _on_object(method, fields, copies="x-amz-copy-source" in headers)
+        name = _name_object_operation(method, fields, copies="x-amz-copy-source" in headers)
     return S3Operation(name, bucket, key, fields)
 
 
 def check_head(
     asked: S3Operation, headers: Mapping[str, str], *, has_body: bool, region: str
 ) -> None:
-    """Refuse what R2 refuses whoever asks.
+    """Check the headers of a request by the rules that hold for all credentials.
 
     Raises:
-        RefusedError: It is refused.
+        RefusedError: A rule refuses the request.
     """
     refused = [name for name in headers if name.lower().startswith(REFUSED_HEADERS)]
     refused += [name for name in asked.query if name in REFUSED_SUBRESOURCES]
@@ -118,62 +117,62 @@ def check_head(
     if asked.name == "Unknown":
         refused.append("This operation")
     if refused:
-        raise RefusedError(501, "NotImplemented", f"{refused[0]} is not implemented.")
+        raise R2RefusedError(501, "NotImplemented", f"{refused[0]} is not implemented.")
     if (
         "aws-chunked" in headers.get("content-encoding", "")
         or headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
         or "x-amz-trailer" in headers
     ):
         message = "STREAMING payloads and trailing checksums are not implemented."
-        raise RefusedError(501, "NotImplemented", message)
+        raise R2RefusedError(501, "NotImplemented", message)
     if region not in REGIONS:
-        raise RefusedError(400, "InvalidRegionName", f"The region name '{region}' is not valid.")
+        raise R2RefusedError(400, "InvalidRegionName", f"The region name '{region}' is not valid.")
     if has_body and "content-length" not in headers and "x-amz-copy-source" not in headers:
-        raise RefusedError(411, "MissingContentLength", "Content-Length is required.")
+        raise R2RefusedError(411, "MissingContentLength", "Content-Length is required.")
     custom = [(name, headers[name]) for name in headers if name.lower().startswith("x-amz-meta-")]
     if sum(len(name) - len("x-amz-meta-") + len(value) for name, value in custom) > METADATA_LIMIT:
-        raise RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
+        raise R2RefusedError(400, "MetadataTooLarge", "Custom metadata exceeds 8,192 bytes.")
 
 
 def check_payload(headers: Mapping[str, str], rules: Rules) -> None:
-    """Refuse a body without a signature, if the rules do.
+    """Check that a body is signed, if the rules require it.
 
     Raises:
-        RefusedError: It is refused.
+        RefusedError: The body is not signed.
     """
     if headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD" and not rules.accepts_unsigned:
-        raise RefusedError(403, "AccessDenied", "The body must be signed.")
+        raise R2RefusedError(403, "AccessDenied", "The body must be signed.")
 
 
 def check_parts(sizes: Sequence[int], rules: Rules) -> None:
-    """Refuse a multipart upload whose parts are not as R2 wants them.
+    """Check the sizes of the parts of a multipart upload.
 
     Args:
-        sizes: Of the parts in their order, in bytes.
-        rules: How small a part may be.
+        sizes: Sizes of the parts in bytes, in order.
+        rules: Rules with the smallest size.
 
     Raises:
-        RefusedError: Parts are too small, or differ.
+        RefusedError: A part is too small, or parts have different sizes.
     """
     if not sizes:
         return
     *leading, last = sizes
     if any(size < rules.min_part for size in leading):
         message = "Your proposed upload is smaller than the minimum allowed object size."
-        raise RefusedError(400, "EntityTooSmall", message)
+        raise R2RefusedError(400, "EntityTooSmall", message)
     if len(set(leading)) > 1 or (leading and last > leading[0]):
         message = "All non-trailing parts must have the same length."
-        raise RefusedError(400, "InvalidPart", message)
+        raise R2RefusedError(400, "InvalidPart", message)
 
 
-def _on_bucket(method: str, query: Mapping[str, str]) -> str:
+def _name_bucket_operation(method: str, query: Mapping[str, str]) -> str:
     if query.get("list-type") == "2" and method == "GET":
         return "ListObjectsV2"
     subresource = next((name for name in BUCKET_SUBRESOURCES if name in query), "")
     return BUCKET_OPERATIONS.get((method, subresource), "Unknown")
 
 
-def _on_object(method: str, query: Mapping[str, str], *, copies: bool) -> str:
+def _name_object_operation(method: str, query: Mapping[str, str], *, copies: bool) -> str:
     subresource = next((name for name in ("uploadId", "uploads") if name in query), "")
     if copies and method == "PUT":
         return "UploadPartCopy" if subresource else "CopyObject"

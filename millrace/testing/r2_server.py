@@ -1,7 +1,4 @@
-"""The proxy process: R2's rules and injected faults, in front of an S3 server.
-
-Run by `millrace.testing.r2`; see there for what it promises.
-"""
+"""Server process of the proxy, which `millrace.testing.r2` starts and describes."""
 
 import asyncio
 import base64
@@ -26,7 +23,7 @@ from millrace.testing.crc64 import Crc64
 from millrace.testing.faults import Fault, FaultBox, Faults, NextFault, Plan
 from millrace.testing.r2_rules import (
     COUNTED_WRITES,
-    RefusedError,
+    R2RefusedError,
     Rules,
     S3Operation,
     check_head,
@@ -56,16 +53,16 @@ FAULT_ANSWERS = {
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection while it was sending."""
+    """The client closed its connection before the end of its request."""
 
 
 class CutError(Exception):
-    """The request is to be cut here."""
+    """The body has reached the point of an injected cut."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """A request, as `R2Proxy.list_requests` shows it."""
+    """Record of a request for `R2Proxy.list_requests`."""
 
     method: str
     path: str
@@ -80,10 +77,10 @@ class Seen:
 
 
 class Sha256:
-    """Computation of a SHA-256 as `Crc64` computes a CRC."""
+    """Incremental computation of a SHA-256, with the interface of `Crc64`."""
 
     def __init__(self) -> None:
-        """Begin with no bytes."""
+        """Start with no bytes."""
         self._hash = hashlib.sha256()
 
     def update(self, data: bytes) -> None:
@@ -91,29 +88,29 @@ class Sha256:
         self._hash.update(data)
 
     def encode(self) -> str:
-        """Return the SHA-256 as a header has it."""
+        """Return the SHA-256 as a header value."""
         return base64.b64encode(self._hash.digest()).decode()
 
 
 class Checksum(Protocol):
-    """Computation of a checksum that a header promises."""
+    """Incremental computation of a checksum, for comparison with a header."""
 
     def update(self, data: bytes, /) -> None:
         """Hash the next bytes."""
         ...
 
     def encode(self) -> str:
-        """Return the checksum as the header has it."""
+        """Return the checksum as a header value."""
         ...
 
 
 class Delays:
-    """Answers to GetObject that come later, chosen at random.
+    """Random delays of the answers to GetObject.
 
     Args:
-        share: Part of the answers.
-        seconds: Time that an answer comes later.
-        seed: Seed of the choice.
+        share: Share of the answers that are delayed.
+        seconds: Delay of an answer.
+        seed: Seed of the random choice.
     """
 
     def __init__(self, share: float = 0.0, seconds: float = 0.0, seed: int = 0) -> None:
@@ -121,13 +118,13 @@ class Delays:
         self._random = random.Random(seed)
 
     def draw(self) -> float:
-        """Return the seconds for one answer."""
+        """Return the delay of one answer in seconds."""
         return self.seconds if self._random.random() < self.share else 0.0
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request on its way through."""
+    """State of a request within the proxy."""
 
     request: web.BaseRequest
     operation: S3Operation
@@ -137,25 +134,25 @@ class Asked:
     headers: CIMultiDict[str]
     length: int
     secret: str | None = None
-    """Secret of the key that signs towards the upstream, if it is known."""
+    """Secret of the key that signs requests to the upstream; None if unknown."""
     plan: Plan | None = None
     fired: bool = False
 
     @property
     def name(self) -> str:
-        """The ``bucket/key``."""
+        """``bucket/key`` of the request."""
         return f"{self.operation.bucket}/{self.operation.key}"
 
     def meets(self, kind: Fault) -> bool:
-        """Decide whether this fault is planned for a request."""
+        """Decide whether a kind of fault is planned for the request."""
         return self.plan is not None and self.plan.kind is kind
 
 
 class Proxy:
-    """R2 for one upstream."""
+    """Handler of requests by the rules of R2, in front of one upstream."""
 
     def __init__(self, upstream: str, keys: Mapping[str, str], rules: Rules) -> None:
-        """Take the secrets of the keys that may be the parents of temporary credentials."""
+        """Connect to an upstream, with secrets by the IDs of keys, and the rules."""
         self.upstream = Upstream(upstream)
         self.keys = keys
         self.first_rules = rules
@@ -164,13 +161,13 @@ class Proxy:
         self.refusals: Counter[str] = Counter()
         self.seen: deque[Seen] = deque(maxlen=REMEMBERED_REQUESTS)
         self.last_write: dict[str, float] = {}
-        self.crcs: dict[str, tuple[str, str]] = {}  # ETag and CRC of an object, by bucket/key
+        self.crcs: dict[str, tuple[str, str]] = {}  # ETag and CRC of each object, by bucket/key
         self.release = asyncio.Event()
         self.delays = Delays()
         self.delayed = 0
 
     def reset(self) -> None:
-        """Forget everything, and bring stalled requests to their end."""
+        """Clear all state, and end stalled requests."""
         self.box.reset()
         self.refusals.clear()
         self.seen.clear()
@@ -181,7 +178,7 @@ class Proxy:
         self.release = asyncio.Event()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client's."""
+        """Answer a request of a client."""
         path, _, query = request.raw_path.partition("?")
         headers = CIMultiDict(
             (name, value)
@@ -194,18 +191,20 @@ class Proxy:
         self.seen.append(seen)
         length = request.content_length or 0
         asked = Asked(request, named, seen, path, query, headers, length)
-        asked.plan = self.box.choose(request.method, named.name, asked.name, _possible(asked))
+        asked.plan = self.box.choose(
+            request.method, named.name, asked.name, _list_possible_faults(asked)
+        )
         try:
             return await self._answer(asked)
-        except RefusedError as refused:
+        except R2RefusedError as refused:
             seen.refused = refused.code
             self.refusals[refused.code] += 1
-            return await self._error(asked, refused.status, refused.code, refused.message)
+            return await self._refuse(asked, refused.status, refused.code, refused.message)
         except UpstreamError as error:
             if seen.status is not None:
                 return _close(request)
             self.refusals["BadGateway"] += 1
-            return await self._error(asked, 502, "BadGateway", str(error))
+            return await self._refuse(asked, 502, "BadGateway", str(error))
         except (ClientGoneError, ConnectionError):
             return _close(request)
         finally:
@@ -217,7 +216,7 @@ class Proxy:
         if plan is not None and plan.kind in FAULT_ANSWERS:
             self._fire(asked)
             wait = plan.retry_after if plan.kind is not Fault.ERROR500 else None
-            return await self._error(asked, *FAULT_ANSWERS[plan.kind], retry_after=wait)
+            return await self._refuse(asked, *FAULT_ANSWERS[plan.kind], retry_after=wait)
         if plan is not None and plan.kind is Fault.STALL:
             self._fire(asked)
             with contextlib.suppress(TimeoutError):
@@ -244,21 +243,25 @@ class Proxy:
         return await self._relay(asked, answer)
 
     async def _admit(self, asked: Asked) -> bytes | None:
-        """Apply the rules; the body, where the operation is one whose body they look into."""
+        """Apply the rules, and return the body if they depend on it.
+
+        Raises:
+            RefusedError: A rule refuses the request.
+        """
         request, asked_for = asked.request, asked.operation
         try:
             signature = sigv4.find_signature(asked.headers, asked.query)
         except sigv4.MalformedError as error:
-            raise RefusedError(400, "InvalidArgument", str(error)) from error
+            raise R2RefusedError(400, "InvalidArgument", str(error)) from error
         if signature is None:
-            raise RefusedError(401, "Unauthorized", "The request is not signed.")
+            raise R2RefusedError(401, "Unauthorized", "The request is not signed.")
         has_body = request.method in ("PUT", "POST")
         check_head(asked_for, asked.headers, has_body=has_body, region=signature.region)
         if has_body:
             check_payload(asked.headers, self.rules)
         token = asked.headers.get(sigv4.TOKEN) or asked_for.query.get("X-Amz-Security-Token")
         asked.secret = self.keys.get(signature.access_key_id)
-        grant = None if token is None else self._grant(asked, signature, token)
+        grant = None if token is None else self._check_token(asked, signature, token)
         whole = await _read_small(asked) if asked_for.name in READ_WHOLE else None
         if grant is not None:
             _check_grant(asked, grant, whole)
@@ -268,10 +271,10 @@ class Proxy:
             self._check_pace(asked.name)
         return whole
 
-    def _grant(self, asked: Asked, signature: sigv4.Signature, token: str) -> r2_token.Grant:
-        """Check a temporary credential, and sign the request anew with its parent's key."""
+    def _check_token(self, asked: Asked, signature: sigv4.Signature, token: str) -> r2_token.Grant:
+        """Check a temporary credential, and sign the request again with the parent's key."""
         if asked.secret is None:
-            raise RefusedError(401, "Unauthorized", "The parent's access key id is unknown.")
+            raise R2RefusedError(401, "Unauthorized", "The parent's access key id is unknown.")
         try:
             grant = r2_token.verify(
                 token,
@@ -280,13 +283,16 @@ class Proxy:
                 host=asked.headers.get("Host", ""),
             )
         except r2_token.TokenError as error:
-            raise RefusedError(error.status, error.code, error.message) from error
+            raise R2RefusedError(error.status, error.code, error.message) from error
         covered = signature.presigned or sigv4.TOKEN in signature.signed_headers
-        if not covered or self._signed(asked, signature, grant.secret) != signature.value:
+        if (
+            not covered
+            or self._compute_signature(asked, signature, grant.secret) != signature.value
+        ):
             message = "The request signature does not match the calculated signature."
-            raise RefusedError(403, "SignatureDoesNotMatch", message)
+            raise R2RefusedError(403, "SignatureDoesNotMatch", message)
         bare, asked.query = sigv4.drop_token(signature, asked.headers, asked.query)
-        value = self._signed(asked, bare, asked.secret)
+        value = self._compute_signature(asked, bare, asked.secret)
         if signature.presigned:
             kept = [w for w in asked.query.split("&") if not w.startswith("X-Amz-Signature=")]
             asked.query = "&".join([*kept, f"X-Amz-Signature={value}"])
@@ -294,7 +300,7 @@ class Proxy:
             asked.headers["Authorization"] = sigv4.make_authorization(bare, value)
         return grant
 
-    def _signed(self, asked: Asked, signature: sigv4.Signature, secret: str) -> str:
+    def _compute_signature(self, asked: Asked, signature: sigv4.Signature, secret: str) -> str:
         return sigv4.compute(
             secret,
             method=asked.request.method,
@@ -307,17 +313,17 @@ class Proxy:
     async def _check_upload(
         self, asked: Asked, signature: sigv4.Signature, completion: bytes
     ) -> None:
-        """Hold the parts that an upload is completed with against R2's rule on their lengths."""
+        """Check the sizes of the parts in the completion of an upload."""
         if asked.secret is None:
             return
         try:
-            numbers = [int(number) for number in _texts(completion, "PartNumber")]
+            numbers = [int(number) for number in _find_texts(completion, "PartNumber")]
         except (ValueError, ET.ParseError):
             return
-        sizes = await self._part_sizes(asked, signature, asked.secret)
+        sizes = await self._list_part_sizes(asked, signature, asked.secret)
         check_parts([sizes[number] for number in numbers if number in sizes], self.rules)
 
-    async def _part_sizes(
+    async def _list_part_sizes(
         self, asked: Asked, signature: sigv4.Signature, secret: str
     ) -> dict[int, int]:
         upload = asked.operation.query["uploadId"]
@@ -346,41 +352,41 @@ class Proxy:
             listing = await answer.read()
             if answer.status != 200:
                 return {}
-            numbers = map(int, _texts(listing, "PartNumber"))
-            sizes |= zip(numbers, map(int, _texts(listing, "Size")), strict=True)
-            if "true" not in _texts(listing, "IsTruncated"):
+            numbers = map(int, _find_texts(listing, "PartNumber"))
+            sizes |= zip(numbers, map(int, _find_texts(listing, "Size")), strict=True)
+            if "true" not in _find_texts(listing, "IsTruncated"):
                 return sizes
-            marker = _texts(listing, "NextPartNumberMarker")[0]
+            marker = _find_texts(listing, "NextPartNumberMarker")[0]
 
     def _check_pace(self, name: str) -> None:
-        """Refuse a second write to a key within the interval; note an admitted one."""
+        """Refuse a second write to a key within the interval. Record the time of other writes."""
         now, interval = time.monotonic(), self.rules.write_interval
         if now - self.last_write.get(name, -interval) < interval:
             message = "Reduce your concurrent request rate for the same object."
-            raise RefusedError(429, "TooManyRequests", message)
+            raise R2RefusedError(429, "TooManyRequests", message)
         if len(self.last_write) > REMEMBERED_REQUESTS:
             recent = self.last_write.items()
             self.last_write = {key: at for key, at in recent if now - at < interval}
         self.last_write[name] = now
 
     async def _forward(self, asked: Asked, whole: bytes | None) -> Answer:
-        """Send it on; its body as it arrives, the last piece only when all of it is right."""
+        """Forward a request to the upstream. The last piece of its body follows all checks."""
         target = f"{asked.path}?{asked.query}" if asked.query else asked.path
         promised = self._find_promises(asked)
         cut_at = asked.length // 2 if asked.meets(Fault.CUT) and asked.length else None
         body = None
         if asked.length or promised:
-            pieces = _once(whole) if whole is not None else self._received(asked)
+            pieces = _yield_once(whole) if whole is not None else self._count_received(asked)
             if asked.meets(Fault.DAMAGE):
-                pieces = self._damaged(asked, pieces)
-            body = _checked(pieces, promised=promised, cut_at=cut_at)
+                pieces = self._damage(asked, pieces)
+            body = _check_body(pieces, promised=promised, cut_at=cut_at)
         if promised and not asked.length:
-            async for _ in _checked(_once(b""), promised=promised, cut_at=None):
+            async for _ in _check_body(_yield_once(b""), promised=promised, cut_at=None):
                 pass
         return await self.upstream.send(asked.request.method, target, asked.headers.items(), body)
 
     def _find_promises(self, asked: Asked) -> list[tuple[str, Checksum]]:
-        """Return the checksums that the headers promise, and a computation of each."""
+        """Return the checksums in the headers, each with an object that computes it."""
         found: list[tuple[str, Checksum]] = []
         if asked.operation.name in HASHED:
             if promised := asked.headers.get(SHA256_HEADER):
@@ -390,7 +396,7 @@ class Proxy:
         return found
 
     def _keep_crc(self, asked: Asked, answer: Answer) -> None:
-        """Keep the CRC of an object that the upstream has now."""
+        """Store the CRC of an object that the upstream has stored."""
         crc = asked.headers.get(CRC_HEADER)
         if asked.operation.name != "PutObject" or answer.status != 200:
             return
@@ -401,7 +407,7 @@ class Proxy:
                 self.crcs.pop(next(iter(self.crcs)))
 
     def _find_checksum_headers(self, asked: Asked, answer: Answer) -> dict[str, str]:
-        """Return the headers with a CRC for the client."""
+        """Return the headers of the answer that have the CRC; empty without one."""
         crc = None
         if answer.status == 200 and self.rules.checks_crc:
             if asked.operation.name in HASHED:
@@ -411,8 +417,8 @@ class Proxy:
                 crc = crc if etag == answer.find("etag") else None
         return {CRC_HEADER: crc, "x-amz-checksum-type": "FULL_OBJECT"} if crc else {}
 
-    async def _damaged(self, asked: Asked, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Change a bit of the first byte."""
+    async def _damage(self, asked: Asked, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Flip a bit of the first byte."""
         async for piece in pieces:
             if asked.fired or not piece:
                 yield piece
@@ -420,13 +426,13 @@ class Proxy:
                 self._fire(asked)
                 yield bytes([piece[0] ^ 1]) + piece[1:]
 
-    async def _received(self, asked: Asked) -> AsyncIterator[bytes]:
-        async for piece in _body(asked.request):
+    async def _count_received(self, asked: Asked) -> AsyncIterator[bytes]:
+        async for piece in _read_body(asked.request):
             asked.seen.received += len(piece)
             yield piece
 
     async def _relay(self, asked: Asked, answer: Answer) -> web.StreamResponse:
-        """Hand an answer on to the client, or half of it."""
+        """Send an answer of the upstream to the client, or half of it if a cut is planned."""
         headers = CIMultiDict(
             (name, value) for name, value in answer.headers if name.lower() not in HOP_BY_HOP
         )
@@ -459,7 +465,7 @@ class Proxy:
         asked.seen.fault = asked.plan.kind.value
         self.box.fire(asked.plan)
 
-    async def _error(
+    async def _refuse(
         self,
         asked: Asked,
         status: int,
@@ -468,9 +474,9 @@ class Proxy:
         *,
         retry_after: float | None = None,
     ) -> web.StreamResponse:
-        """Answer with an error of S3's, once the client has sent all of its request."""
+        """Answer with an S3 error after the client has sent its whole request."""
         try:
-            async for piece in _body(asked.request):
+            async for piece in _read_body(asked.request):
                 asked.seen.received += len(piece)
         except ClientGoneError:
             return _close(asked.request)
@@ -486,19 +492,19 @@ class Proxy:
 
 
 class Control:
-    """The second port, over which a test steers the proxy and asks what it saw."""
+    """Handler of the control port, where tests configure the proxy and query its state."""
 
     def __init__(self, proxy: Proxy) -> None:
-        """Steer ``proxy``."""
+        """Control ``proxy``."""
         self.proxy = proxy
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer ``POST /VERB`` with JSON on both sides."""
+        """Answer ``POST /VERB``. The bodies of the request and the answer are JSON."""
         given = await request.read()
-        body = json.loads(given) if given else {}
-        return web.json_response(self._do(request.path, body))
+        body: dict[str, Any] = json.loads(given) if given else {}
+        return web.json_response(self._execute(request.path, body))
 
-    def _do(self, path: str, body: dict[str, Any]) -> Any:
+    def _execute(self, path: str, body: dict[str, Any]) -> Any:
         proxy = self.proxy
         match path:
             case "/faults":
@@ -531,13 +537,13 @@ class Control:
 async def serve(
     proxy: Proxy, *, port: int, control_port: int, certificate: tuple[str, str] | None
 ) -> None:
-    """Serve the proxy and its control on 127.0.0.1; announce both, and go on until cancelled.
+    """Serve the proxy and its control port on 127.0.0.1 until cancelled, and announce the ports.
 
     Args:
-        proxy: What to serve.
-        port: Of the proxy; 0: any.
-        control_port: Of the control; 0: any.
-        certificate: The files of a certificate and its key; None: plain HTTP.
+        proxy: Proxy to serve.
+        port: Port of the proxy; 0 means any free port.
+        control_port: Control port; 0 means any free port.
+        certificate: Paths of a certificate and its key; None for plain HTTP.
     """
     context = None
     if certificate is not None:
@@ -564,8 +570,8 @@ async def serve(
     await asyncio.Event().wait()
 
 
-def _possible(asked: Asked) -> set[Fault]:
-    """Return the faults that can befall a request."""
+def _list_possible_faults(asked: Asked) -> set[Fault]:
+    """Return the kinds of faults that can happen to a request."""
     possible = set(Fault)
     if asked.request.method != "GET" and not asked.length:
         possible.remove(Fault.CUT)
@@ -575,7 +581,11 @@ def _possible(asked: Asked) -> set[Fault]:
 
 
 def _check_grant(asked: Asked, grant: r2_token.Grant, whole: bytes | None) -> None:
-    """Refuse what a temporary credential does not allow."""
+    """Check that a temporary credential allows a request.
+
+    Raises:
+        RefusedError: The credential does not allow the request.
+    """
     wanted = asked.operation
     allowed = wanted.name in grant.operations and wanted.bucket == grant.bucket
     if wanted.key:
@@ -583,26 +593,26 @@ def _check_grant(asked: Asked, grant: r2_token.Grant, whole: bytes | None) -> No
     elif wanted.name.startswith("List"):
         allowed = allowed and grant.allows_listing(wanted.query.get("prefix", ""))
     elif wanted.name == "DeleteObjects":
-        keys = _texts(whole or b"", "Key") if allowed else []
+        keys = _find_texts(whole or b"", "Key") if allowed else []
         allowed = allowed and all(map(grant.allows_key, keys))
     source = asked.headers.get("x-amz-copy-source")
     if source is not None:
         bucket, _, key = unquote(source).removeprefix("/").partition("/")
         allowed = allowed and bucket == grant.bucket and grant.allows_key(key.split("?")[0])
     if not allowed:
-        raise RefusedError(403, "AccessDenied", "Access Denied.")
+        raise R2RefusedError(403, "AccessDenied", "Access Denied.")
 
 
 async def _read_small(asked: Asked) -> bytes:
     if asked.length > SMALL_BODY:
-        raise RefusedError(400, "EntityTooLarge", "The request is too large.")
-    pieces = [piece async for piece in _body(asked.request)]
+        raise R2RefusedError(400, "EntityTooLarge", "The request is too large.")
+    pieces = [piece async for piece in _read_body(asked.request)]
     asked.seen.received += sum(map(len, pieces))
     return b"".join(pieces)
 
 
-async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
-    """Yield the body as the client sends it. Answer an ``Expect: 100-continue`` first."""
+async def _read_body(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    """Yield the body of a request. Answer ``Expect: 100-continue`` first."""
     try:
         if request.headers.get("Expect", "").lower() == "100-continue" and not request.get("told"):
             request["told"] = True
@@ -614,22 +624,26 @@ async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
         raise ClientGoneError from error
 
 
-async def _once(whole: bytes) -> AsyncIterator[bytes]:
+async def _yield_once(whole: bytes) -> AsyncIterator[bytes]:
     yield whole
 
 
-async def _checked(
+async def _check_body(
     pieces: AsyncIterator[bytes],
     *,
     promised: Sequence[tuple[str, Checksum]],
     cut_at: int | None,
 ) -> AsyncIterator[bytes]:
-    """Hold back the last piece of a body until the whole is known to be right.
+    """Yield a body, and hold back its last piece until all checksums are correct.
 
     Args:
-        pieces: The body.
-        promised: Checksums that headers promise, and a computation of each.
-        cut_at: After so many bytes, raise `CutError`.
+        pieces: Pieces of the body.
+        promised: Checksums in the headers, each with an object that computes it.
+        cut_at: Number of bytes after which `CutError` is raised; None for no cut.
+
+    Raises:
+        CutError: The body has reached the cut.
+        RefusedError: A checksum differs.
     """
     held = b""
     seen = 0
@@ -645,13 +659,13 @@ async def _checked(
             raise CutError
     if any(checksum.encode() != header for header, checksum in promised):
         message = "The checksum you specified did not match the calculated checksum."
-        raise RefusedError(400, "BadDigest", message)
+        raise R2RefusedError(400, "BadDigest", message)
     if held:
         yield held
 
 
-def _texts(document: bytes, tag: str) -> list[str]:
-    """Return the texts of the elements of a name, whatever their namespace."""
+def _find_texts(document: bytes, tag: str) -> list[str]:
+    """Return the texts of the elements with a name, in any namespace."""
     root = ET.fromstring(document)
     return [one.text or "" for one in root.iter() if one.tag.rpartition("}")[2] == tag]
 
@@ -659,7 +673,7 @@ def _texts(document: bytes, tag: str) -> list[str]:
 def _close(
     request: web.BaseRequest, response: web.StreamResponse | None = None
 ) -> web.StreamResponse:
-    """Close the client's connection: after what was written to it, or at once."""
+    """Close the connection of the client: after a started response, else immediately."""
     transport = request.transport
     if transport is not None:
         if response is not None:

@@ -1,8 +1,8 @@
-"""R2's temporary credentials: a JWT signed with the parent's secret, minted offline.
+"""Temporary credentials of R2: a JWT, signed offline with the parent's secret.
 
-The token is ``base64("jwt/" + JWT)``, the secret is the SHA-256 of the JWT in hex, the access key
-id is the parent's. Source: Cloudflare R2 documentation, "Temporary credentials" and "Authenticate
-against R2 with temporary credentials".
+The session token is ``base64("jwt/" + JWT)``. The secret is the SHA-256 of the JWT in hex. The
+access key ID is that of the parent. Source: Cloudflare R2 documentation, "Temporary credentials"
+and "Authenticate against R2 with temporary credentials".
 """
 
 import base64
@@ -12,7 +12,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from millrace.testing.key import Key
 
@@ -39,13 +41,13 @@ SCOPES = {
     "admin-read-only": READ | ADMIN_READ | {"HeadBucket"},
     "admin-read-write": READ | WRITE | ADMIN_READ | ADMIN_WRITE | {"HeadBucket"},
 }
+_PATHS = TypeAdapter(dict[str, tuple[str, ...]])
 
 
 class TokenError(Exception):
-    """A token that is refused."""
+    """A session token is refused."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        """Say how the refusal is answered."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -54,18 +56,18 @@ class TokenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Right of a token."""
+    """Rights of a session token."""
 
     bucket: str
     operations: frozenset[str]
     prefixes: tuple[str, ...] | None
-    """None: the whole bucket."""
+    """Prefixes of the allowed keys; None for the whole bucket."""
     objects: tuple[str, ...]
     secret: str
-    """Credentials that sign requests, with their rights."""
+    """Secret access key that signs requests."""
 
     def allows_key(self, key: str) -> bool:
-        """Decide whether a request may name the object ``key``."""
+        """Decide whether a request may access the object ``key``."""
         if self.prefixes is None:
             return True
         return key in self.objects or key.startswith(self.prefixes)
@@ -88,19 +90,19 @@ def mint(
     issued: float | None = None,
     **claims: Any,
 ) -> Key:
-    """Make temporary credentials as Cloudflare's own example makes them.
+    """Create temporary credentials as in the example of Cloudflare's documentation.
 
     Args:
-        parent: The key that signs, and whose permissions they cannot exceed.
-        bucket: The one bucket that they reach.
-        audience: The endpoint's host, with its port.
-        scope: ``object-read-only``, ``object-read-write``, ``admin-read-only``, ...
-        actions: S3 operations that narrow the scope.
-        prefixes: Restrict them to keys that start so.
-        objects: And to these keys.
-        lifetime: Seconds.
-        issued: When they begin, in seconds since 1970; now by default.
-        claims: Claims that replace what would stand in the JWT.
+        parent: Key that signs the credentials. They cannot exceed its permissions.
+        bucket: Only bucket that the credentials can access.
+        audience: Host of the endpoint, with the port.
+        scope: Scope such as ``object-read-only``, ``object-read-write`` or ``admin-read-only``.
+        actions: S3 operations to which the scope is limited; empty for no limit.
+        prefixes: Prefixes of the allowed keys. All keys are allowed without prefixes and objects.
+        objects: Further allowed keys.
+        lifetime: Lifetime in seconds.
+        issued: Start of the lifetime, in seconds since 1970; now by default.
+        claims: Claims of the JWT that replace the computed ones.
     """
     issued = time.time() if issued is None else issued
     body: dict[str, Any] = {"bucket": bucket}
@@ -117,25 +119,25 @@ def mint(
         "iat": int(issued),
         "exp": int(issued + lifetime),
     }
-    signed = f"{_base64({'alg': 'HS256', 'typ': 'JWT'})}.{_base64(body | claims)}"
-    jwt = f"{signed}.{_url64(_sign(parent.secret_access_key, signed))}"
+    signed = f"{_encode_json({'alg': 'HS256', 'typ': 'JWT'})}.{_encode_json(body | claims)}"
+    jwt = f"{signed}.{_encode_base64(_sign(parent.secret_access_key, signed))}"
     token = base64.b64encode(f"jwt/{jwt}".encode()).decode()
     return Key(parent.access_key_id, hashlib.sha256(jwt.encode()).hexdigest(), token)
 
 
 def verify(token: str, *, access_key_id: str, parent_secret: str, host: str) -> Grant:
-    """Return the rights of a session token.
+    """Verify a session token, and return its rights.
 
     Args:
-        token: What ``x-amz-security-token`` carries.
-        access_key_id: The id that the request is signed with.
-        parent_secret: The secret of that id.
-        host: The ``Host`` that the request names.
+        token: Value of ``x-amz-security-token``.
+        access_key_id: ID of the access key in the signature of the request.
+        parent_secret: Secret of that access key.
+        host: Header ``Host`` of the request.
 
     Raises:
-        TokenError: It is malformed, forged, expired, or for another endpoint.
+        TokenError: The token is malformed, forged, expired, or for another endpoint.
     """
-    jwt, claims = _opened(token, parent_secret)
+    jwt, claims = _open_token(token, parent_secret)
     if claims.get("iss") != access_key_id or not claims.get("sub"):
         raise TokenError(401, "Unauthorized", "iss must be the parent's id, sub the account.")
     if claims.get("aud") != host:
@@ -143,26 +145,26 @@ def verify(token: str, *, access_key_id: str, parent_secret: str, host: str) -> 
     _check_time(claims)
     return Grant(
         bucket=str(claims.get("bucket")),
-        operations=_operations(claims),
-        prefixes=_paths(claims, "prefixPaths") if "paths" in claims else None,
-        objects=_paths(claims, "objectPaths") if "paths" in claims else (),
+        operations=_list_operations(claims),
+        prefixes=_list_paths(claims, "prefixPaths") if "paths" in claims else None,
+        objects=_list_paths(claims, "objectPaths") if "paths" in claims else (),
         secret=hashlib.sha256(jwt.encode()).hexdigest(),
     )
 
 
-def _opened(token: str, secret: str) -> tuple[str, dict[str, Any]]:
+def _open_token(token: str, secret: str) -> tuple[str, dict[str, Any]]:
     refused = TokenError(401, "Unauthorized", "The session token is not valid.")
     try:
         text = base64.b64decode(token, validate=True).decode()
         signed, _, signature = text.removeprefix("jwt/").rpartition(".")
-        header, claims = (json.loads(_unurl64(part)) for part in signed.split("."))
+        header, claims = (json.loads(_decode_base64(part)) for part in signed.split("."))
     except ValueError:
         raise refused from None
     if not text.startswith("jwt/") or header.get("alg") != "HS256" or not isinstance(claims, dict):
         raise refused
-    if not hmac.compare_digest(_url64(_sign(secret, signed)), signature):
+    if not hmac.compare_digest(_encode_base64(_sign(secret, signed)), signature):
         raise refused
-    return text.removeprefix("jwt/"), claims
+    return text.removeprefix("jwt/"), cast("dict[str, Any]", claims)
 
 
 def _check_time(claims: dict[str, Any]) -> None:
@@ -176,7 +178,7 @@ def _check_time(claims: dict[str, Any]) -> None:
         raise TokenError(401, "Unauthorized", "A token begins now and lasts for 7 days at most.")
 
 
-def _operations(claims: dict[str, Any]) -> frozenset[str]:
+def _list_operations(claims: dict[str, Any]) -> frozenset[str]:
     scope, actions = claims.get("scope"), claims.get("actions")
     if scope is None and not actions:
         raise TokenError(403, "AccessDenied", "A token needs a scope or actions.")
@@ -186,25 +188,25 @@ def _operations(claims: dict[str, Any]) -> frozenset[str]:
     return frozenset(allowed) & frozenset(actions) if actions else frozenset(allowed)
 
 
-def _paths(claims: dict[str, Any], name: str) -> tuple[str, ...]:
-    paths = claims["paths"]
-    listed = paths.get(name, []) if isinstance(paths, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
-        raise TokenError(401, "Unauthorized", f"paths.{name} must be a list of strings.")
-    return tuple(listed)
+def _list_paths(claims: dict[str, Any], name: str) -> tuple[str, ...]:
+    try:
+        return _PATHS.validate_python(claims["paths"]).get(name, ())
+    except ValidationError:
+        message = f"paths.{name} must be a list of strings."
+        raise TokenError(401, "Unauthorized", message) from None
 
 
 def _sign(secret: str, text: str) -> bytes:
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).digest()
 
 
-def _base64(body: dict[str, Any]) -> str:
-    return _url64(json.dumps(body, separators=(",", ":")).encode())
+def _encode_json(body: dict[str, Any]) -> str:
+    return _encode_base64(json.dumps(body, separators=(",", ":")).encode())
 
 
-def _url64(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _unurl64(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -1,4 +1,4 @@
-"""This project as a repository that machines clone."""
+"""Snapshot of this project as a Git repository, for rented machines to clone."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ _FILES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 
 
 def snapshot(folder: Path) -> Path:
-    """Make a new repository of the project's present files, committed or not."""
+    """Create a Git repository with the current files of the project, committed or not."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in _FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")

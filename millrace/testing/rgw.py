@@ -1,26 +1,27 @@
-"""A real Ceph RGW on one machine: the S3 server that the tests hold everything against.
+"""Real Ceph RGW on one machine, the S3 server of the tests.
 
-One monitor, one OSD (BlueStore on a sparse file, or in memory) and one gateway, as root, on
-127.0.0.1 only, everything under one folder. ``python -m millrace.testing.rgw FOLDER`` runs one in
-the foreground.
+One monitor, one OSD (BlueStore on a sparse file, or in memory) and one gateway run as root, on
+127.0.0.1 only, with all data in one folder. ``python -m millrace.testing.rgw FOLDER`` runs a
+cluster in the foreground.
 
-What RGW 16.2 does that a reader of the S3 documentation would not expect:
+RGW 16.2 differs from the S3 documentation as follows:
 
-- ``PUT`` with ``If-None-Match: *`` has exactly one winner (412 for the others); ``If-Match``
-  answers 412 whatever the ETag; conditions on ``CompleteMultipartUpload`` are ignored.
+- Of several ``PUT`` with ``If-None-Match: *``, exactly one succeeds (412 for the others).
+  ``If-Match`` answers 412 for any ETag. Conditions on ``CompleteMultipartUpload`` are ignored.
 - ``x-amz-checksum-*`` is ignored; ``Content-MD5`` and ``x-amz-content-sha256`` are checked.
-- STS session policies are enforced (the intersection of the role's and the session's), but the
-  policy must be JSON without a blank: RGW reads the form's ``+`` as a plus sign, and then answers
-  400 ``Unknown``. At most 2048 characters; a session lasts from 900 to 3600 seconds.
-- Under a session policy ``DeleteObjects`` is always denied: with 403 as a whole, or, when the
-  policy allows ``s3:DeleteObject`` on the bucket's own ARN, key by key. ``DeleteObject`` works.
-- Under a session policy ``ListMultipartUploads`` carries no ``s3:prefix``, so a condition on the
-  prefix always denies it. ``ListObjectsV2`` does carry it.
-- Under a session policy, an object that is not there is 404 to GET and HEAD outside of the prefix
-  too; one that is there is 403.
-- A read-only subuser acts for its user outside of objects: it may create buckets, and it may
-  assume each role that trusts the user, with all that the role allows.
-- Deleted data is given back by a garbage collector, here after about 5 to 10 seconds.
+- STS session policies are enforced (the intersection of the policies of role and session). The JSON
+  of a policy must have no spaces: RGW reads the ``+`` of the form as a plus sign, and then answers
+  400 ``Unknown``. A policy has at most 2048 characters. A session lasts from 900 to 3600 seconds.
+- Under a session policy, ``DeleteObjects`` is always denied: with 403 for the whole request, or for
+  each key if the policy allows ``s3:DeleteObject`` on the ARN of the bucket. ``DeleteObject``
+  works.
+- Under a session policy, ``ListMultipartUploads`` has no ``s3:prefix``, so a condition on the
+  prefix always denies it. ``ListObjectsV2`` has it.
+- Under a session policy, GET and HEAD outside of the prefix answer 404 for a missing object, and
+  403 for an existing one.
+- The read-only limit of a subuser holds for objects only. The subuser can create buckets, and can
+  assume each role that trusts its user, with all rights of the role.
+- A garbage collector frees the space of deleted objects, here after about 5 to 10 seconds.
 """
 
 import argparse
@@ -114,17 +115,17 @@ debug rgw = 1/1
 
 
 class RGW:
-    """A running cluster. Made by `RGW.start`; a context manager that stops it.
+    """Running cluster, started by `RGW.start`. As a context manager, it stops at the exit.
 
     Attributes:
-        endpoint: Where it listens, ``http://127.0.0.1:PORT``.
-        full: The owner of every bucket that `create_bucket` makes.
-        read_only: A subuser of that owner: reads and lists, writes no object.
-        other: A second user, who owns nothing.
+        endpoint: URL of the gateway, ``http://127.0.0.1:PORT``.
+        full: Key of the owner of each bucket that `create_bucket` creates.
+        read_only: Key of a subuser of the owner, who can read and list, but not write objects.
+        other: Key of a second user, who owns no bucket.
     """
 
     def __init__(self, folder: Path, state: dict[str, str]) -> None:
-        """Describe the cluster of a folder; `start` runs it."""
+        """Represent the cluster of a folder. Use `start` to start one."""
         self.folder = folder
         self.endpoint = f"http://127.0.0.1:{state['gateway']}"
         self.full = Key("full", state["full"])
@@ -141,20 +142,20 @@ class RGW:
         capacity: int = 40 * GIB,
         in_memory: bool = False,
     ) -> Self:
-        """Start a cluster, or the one that an earlier start has left in ``folder``, data and all.
+        """Start a new cluster, or restart the existing cluster of ``folder`` with its data.
 
-        It serves when this returns: after about 8 s, 5 s on a folder that was stopped in order,
-        10 s on one that was killed.
+        The cluster accepts requests when the method returns. A new cluster takes about 8 s, a
+        stopped one 5 s, and a killed one 10 s.
 
         Args:
-            folder: Where everything of it is kept. Made if missing.
-            min_part: The smallest part, but for the last, of a multipart upload, in bytes.
-            capacity: The size of the disk, a sparse file, in bytes. Never fill it: the OSD aborts.
-            in_memory: Whether the OSD keeps the objects in memory: a request costs less. They are
-                on the disk after `stop`, and lost after `kill`.
+            folder: Folder of all data of the cluster. It is created if missing.
+            min_part: Smallest size of the parts of an upload, except the last, in bytes.
+            capacity: Size of the disk, a sparse file, in bytes. The OSD aborts when it is full.
+            in_memory: Whether the OSD keeps the objects in memory, so that requests cost less. The
+                objects are written to the disk by `stop`, and lost by `kill`.
 
         Raises:
-            RuntimeError: The Debian packages are missing, or the cluster does not come up.
+            RuntimeError: The Debian packages are missing, or the cluster does not start.
         """
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
@@ -165,7 +166,7 @@ class RGW:
         noted = folder / "state.json"
         fresh = not noted.exists()
         if fresh:
-            noted_state = _make(
+            noted_state = _create_cluster(
                 folder,
                 min_part=min_part,
                 capacity=capacity,
@@ -186,26 +187,24 @@ class RGW:
         return rgw
 
     def __enter__(self) -> Self:
-        """Nothing: it runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
         self.stop()
 
     def create_bucket(self, name: str) -> str:
-        """Make a bucket that `full` owns, and return its name. Made already is made."""
+        """Create a bucket of `full` unless it exists, and return its name."""
         self.make_client(self.full).create_bucket(Bucket=name)
         return name
 
     def make_client(self, key: Key, *, service: str = "s3") -> Any:
-        """Return a boto3 client, path-style and without retries (or ``service="sts"``)."""
+        """Return a boto3 client of S3 or STS, with path-style URLs and without retries."""
         return connect(self.endpoint, key, service=service)
 
     def create_role(self, name: str) -> str:
-        """Make a role that `full` may assume, allowed everything, and return its ARN.
+        """Create a role with all rights that `full` can assume, and return its ARN.
 
-        The session policy given to ``assume_role`` is what restricts the credentials.
+        The session policy of ``assume_role`` limits the rights of the credentials.
         """
         trust = {
             "Effect": "Allow",
@@ -215,26 +214,30 @@ class RGW:
         everything = {"Effect": "Allow", "Action": ["s3:*"], "Resource": "arn:aws:s3:::*"}
         named = f"--role-name={name}"
         made = self._admin(
-            "role", "create", named, "--path=/", f"--assume-role-policy-doc={_policy(trust)}"
+            "role", "create", named, "--path=/", f"--assume-role-policy-doc={_format_policy(trust)}"
         )
         self._admin(
-            "role-policy", "put", named, "--policy-name=all", f"--policy-doc={_policy(everything)}"
+            "role-policy",
+            "put",
+            named,
+            "--policy-name=all",
+            f"--policy-doc={_format_policy(everything)}",
         )
         return json.loads(made)["Arn"]
 
     def assume_role(self, role: str, *statements: dict[str, Any], seconds: int = 900) -> Key:
-        """Return temporary credentials of a role, limited to ``statements`` (none: all)."""
-        session: dict[str, Any] = {"Policy": _policy(*statements)} if statements else {}
+        """Return temporary credentials of a role. Statements limit their rights."""
+        session: dict[str, Any] = {"Policy": _format_policy(*statements)} if statements else {}
         given = self.make_client(self.full, service="sts").assume_role(
             RoleArn=role, RoleSessionName="session", DurationSeconds=seconds, **session
         )["Credentials"]
         return Key(given["AccessKeyId"], given["SecretAccessKey"], given["SessionToken"])
 
     def list_requests(self) -> list[str]:
-        """Return the gateway's own access log so far, one line a request, the oldest first.
+        """Return the lines of the gateway's access log, one per request, in order of time.
 
         A line reads ``127.0.0.1 - USER [TIME] "GET /bucket/key HTTP/1.1" 200 BYTES RANGE "-"
-        "AGENT" - latency=Ns``. A request that was answered before the call is in the list.
+        "AGENT" - latency=Ns``. All requests answered before the call are included.
         """
         mark = f"/?mark={uuid.uuid4().hex}"
         with contextlib.closing(urlopen(f"{self.endpoint}{mark}")):
@@ -250,26 +253,26 @@ class RGW:
         raise RuntimeError(f"RGW does not write its log {log}")
 
     def stop(self) -> None:
-        """Stop it in order; `start` on the same folder runs it again."""
+        """Stop the servers gracefully. `start` on the same folder restarts the cluster."""
         for child in reversed(self._children):
             child.stop()
         self._children.clear()
 
     def kill(self) -> None:
-        """End every process with SIGKILL at once, as a power cut would."""
+        """Kill all processes with SIGKILL, like a power failure."""
         for child in reversed(self._children):
             child.kill()
         self._children.clear()
 
     def is_running(self) -> bool:
-        """Decide whether all processes of the server run."""
+        """Decide whether all processes of the cluster are running."""
         return bool(self._children) and all(child.is_running() for child in self._children)
 
     def _run(self, state: dict[str, str], *, fresh: bool) -> None:
         self._spawn("ceph-mon", "-i", "a")
         if fresh:
-            _tool(self.folder, "ceph", "osd", "new", state["osd"])
-            _tool(self.folder, "ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", state["osd"])
+            _run_tool(self.folder, "ceph", "osd", "new", state["osd"])
+            _run_tool(self.folder, "ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", state["osd"])
         self._spawn("ceph-osd", "-i", "0")
         if fresh:
             self._create_users(state)
@@ -294,7 +297,7 @@ class RGW:
         )  # fmt: skip
 
     def _admin(self, *arguments: str) -> str:
-        return _tool(self.folder, "radosgw-admin", "-n", "client.rgw", *arguments)
+        return _run_tool(self.folder, "radosgw-admin", "-n", "client.rgw", *arguments)
 
     def _spawn(self, program: str, *arguments: str) -> Child:
         log = self.folder / "log" / f"{program}.err"
@@ -304,10 +307,14 @@ class RGW:
         return child
 
 
-def _make(folder: Path, *, min_part: int, capacity: int, object_store: str) -> dict[str, str]:
-    """Write what the three servers need before their first start."""
+def _create_cluster(
+    folder: Path, *, min_part: int, capacity: int, object_store: str
+) -> dict[str, str]:
+    """Create the files that the three servers need before their first start."""
     if folder.exists() and any(folder.iterdir()):
-        raise RuntimeError(f"{folder} is neither empty nor a cluster of ours: name another folder.")
+        raise RuntimeError(
+            f"{folder} is neither empty nor the folder of a cluster: use another folder."
+        )
     for name in ("mon", "osd", "rgw", "run", "log", "crash"):
         (folder / name).mkdir(parents=True)
     monitor, gateway = find_free_ports(2)
@@ -340,16 +347,16 @@ def _make(folder: Path, *, min_part: int, capacity: int, object_store: str) -> d
     }.items():
         pairs = [word for who, what in caps.items() for word in ("--cap", who, what)]
         create = [] if (folder / "keyring").exists() else ["--create-keyring"]
-        _tool(folder, "ceph-authtool", keyring, *create, "-n", name, "--gen-key", *pairs)
+        _run_tool(folder, "ceph-authtool", keyring, *create, "-n", name, "--gen-key", *pairs)
     monmap = str(folder / "monmap")
     address = f"[v2:127.0.0.1:{monitor}]"
-    _tool(folder, "monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, monmap)
-    _tool(folder, "ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", keyring)
+    _run_tool(folder, "monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, monmap)
+    _run_tool(folder, "ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", keyring)
     return state
 
 
-def _tool(folder: Path, program: str, *arguments: str) -> str:
-    """Run one of Ceph's tools against the cluster of ``folder``; what it printed."""
+def _run_tool(folder: Path, program: str, *arguments: str) -> str:
+    """Run a tool of Ceph against the cluster of ``folder``, and return its output."""
     done = subprocess.run(
         [program, *arguments, "-c", str(folder / "ceph.conf")],
         capture_output=True,
@@ -362,18 +369,18 @@ def _tool(folder: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _policy(*statements: dict[str, Any]) -> str:
+def _format_policy(*statements: dict[str, Any]) -> str:
     document = {"Version": "2012-10-17", "Statement": list(statements)}
     return json.dumps(document, separators=(",", ":"))
 
 
 def main() -> int:
-    """Run one in the foreground until SIGINT or SIGTERM; a line of JSON says when it is ready."""
+    """Run a cluster until SIGINT or SIGTERM. A line of JSON on stdout has its URL and keys."""
     parser = argparse.ArgumentParser(
         prog="python -m millrace.testing.rgw", description=main.__doc__
     )
-    parser.add_argument("folder", type=Path, help="where everything of it is kept")
-    parser.add_argument("--bucket", action="append", default=[], help="a bucket to make")
+    parser.add_argument("folder", type=Path, help="folder of all data of the cluster")
+    parser.add_argument("--bucket", action="append", default=[], help="bucket to create")
     parser.add_argument("--in-memory", action="store_true", help="keep the objects in memory")
     options = parser.parse_args()
     with RGW.start(options.folder, in_memory=options.in_memory) as rgw:

@@ -1,7 +1,7 @@
-"""AWS Signature Version 4 for S3, written apart from the clients that it judges.
+"""AWS Signature Version 4 for S3, independent of the clients whose signatures it checks.
 
-Source: "Authenticating Requests (AWS Signature Version 4)", Amazon S3 API reference: the signature
-in the ``Authorization`` header, and in the query of a presigned URL.
+A signature is in the ``Authorization`` header, or in the query of a presigned URL. Source:
+"Authenticating Requests (AWS Signature Version 4)", Amazon S3 API reference.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature as a request carries it."""
+    """Signature of a request."""
 
     access_key_id: str
     scope: str
-    """``date/region/service/aws4_request``."""
+    """Credential scope, ``date/region/service/aws4_request``."""
     signed_headers: tuple[str, ...]
     value: str
     presigned: bool
-    """It stands in the query."""
+    """Whether the signature is in the query."""
 
     @property
     def region(self) -> str:
-        """The region that was signed for."""
+        """Region of the scope."""
         return self.scope.split("/")[1]
 
 
@@ -42,19 +42,19 @@ def find_signature(headers: Mapping[str, str], query: str) -> Signature | None:
     """Return the signature of a request; None if it is anonymous.
 
     Raises:
-        MalformedError: There is one, and it cannot be read.
+        MalformedError: The signature cannot be parsed.
     """
     authorization = headers.get("Authorization", "")
-    presigned = dict(_pairs(query))
+    presigned = dict(_parse_query(query))
     try:
         if authorization.startswith(ALGORITHM):
             words = authorization.removeprefix(ALGORITHM).split(",")
             fields = dict(word.strip().split("=", 1) for word in words)
-            return _signature(
+            return _parse_signature(
                 fields["Credential"], fields["SignedHeaders"], fields["Signature"], presigned=False
             )
         if "X-Amz-Signature" in presigned:
-            return _signature(
+            return _parse_signature(
                 unquote_to_bytes(presigned["X-Amz-Credential"]).decode(),
                 unquote_to_bytes(presigned["X-Amz-SignedHeaders"]).decode(),
                 presigned["X-Amz-Signature"],
@@ -76,17 +76,17 @@ def compute(
     headers: Mapping[str, str],
     signature: Signature,
 ) -> str:
-    """Compute the signature that a request should carry.
+    """Compute the expected signature of a request.
 
     Args:
-        secret: The secret access key.
-        method: The HTTP method.
-        path: The path as it stands in the request line, encoded.
-        query: The query as it stands there.
-        headers: The headers, by name in any case.
-        signature: Which headers it covers, and the date, region and service.
+        secret: Secret access key.
+        method: HTTP method.
+        path: Encoded path of the request line.
+        query: Encoded query of the request line.
+        headers: Headers, by case-insensitive names.
+        signature: Signature of the request, with its signed headers and its scope.
     """
-    query_fields = dict(_pairs(query))
+    query_fields = dict(_parse_query(query))
     if signature.presigned:
         stamp = query_fields.get("X-Amz-Date", "")
         payload = "UNSIGNED-PAYLOAD"
@@ -102,7 +102,7 @@ def compute(
             quote(unquote_to_bytes(path), safe="/" + UNRESERVED),
             "&".join(
                 f"{name}={value}"
-                for name, value in sorted(_pairs(query))
+                for name, value in sorted(_parse_query(query))
                 if name != "X-Amz-Signature"
             ),
             listed,
@@ -112,14 +112,14 @@ def compute(
     )
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return _hmac(
-        _key(secret, signature.scope), "\n".join((ALGORITHM, stamp, signature.scope, digest))
+        _derive_key(secret, signature.scope), "\n".join((ALGORITHM, stamp, signature.scope, digest))
     ).hex()
 
 
 def drop_token(
     signature: Signature, headers: MutableMapping[str, str], query: str
 ) -> tuple[Signature, str]:
-    """Drop the session token from ``headers``; the signature and query that are left."""
+    """Remove the session token from ``headers``. Return the signature and the query without it."""
     headers.pop(TOKEN, None)
     signed = tuple(name for name in signature.signed_headers if name != TOKEN)
     kept = [word for word in query.split("&") if word.split("=", 1)[0].lower() != TOKEN]
@@ -132,34 +132,34 @@ def drop_token(
 
 
 def make_authorization(signature: Signature, value: str) -> str:
-    """Return the ``Authorization`` header with another signature in it."""
+    """Return the ``Authorization`` header for a new value of a signature."""
     return (
         f"{ALGORITHM} Credential={signature.access_key_id}/{signature.scope}, "
         f"SignedHeaders={';'.join(signature.signed_headers)}, Signature={value}"
     )
 
 
-def _signature(credential: str, headers: str, value: str, *, presigned: bool) -> Signature:
+def _parse_signature(credential: str, headers: str, value: str, *, presigned: bool) -> Signature:
     access_key_id, scope = credential.split("/", 1)
     if scope.count("/") != 3:
         raise MalformedError(f"The scope {scope} is not date/region/service/aws4_request.")
     return Signature(access_key_id, scope, tuple(headers.split(";")), value, presigned)
 
 
-def _pairs(query: str) -> list[tuple[str, str]]:
-    """Return the query's names and values, each encoded the one canonical way."""
+def _parse_query(query: str) -> list[tuple[str, str]]:
+    """Return the names and values of a query in canonical encoding."""
     words = (word.partition("=") for word in query.split("&") if word)
     return [(encode(name), encode(value)) for name, _, value in words]
 
 
-@lru_cache(maxsize=4096)  # most are the same in every request
+@lru_cache(maxsize=4096)  # most texts are the same in every request
 def encode(text: str) -> str:
-    """Percent-encode a name or value of a query, encoded or not, the one canonical way."""
+    """Percent-encode a name or value of a query canonically. The text may already be encoded."""
     return quote(unquote_to_bytes(text.replace("+", "%20")), safe=UNRESERVED)
 
 
 @lru_cache(maxsize=64)
-def _key(secret: str, scope: str) -> bytes:
+def _derive_key(secret: str, scope: str) -> bytes:
     key = f"AWS4{secret}".encode()
     for part in scope.split("/"):
         key = _hmac(key, part)

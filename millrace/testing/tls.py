@@ -1,4 +1,4 @@
-"""A certificate authority of our own, for servers on this machine."""
+"""Certificates for servers on this machine."""
 
 import datetime
 import ipaddress
@@ -13,16 +13,16 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Files in PEM."""
+    """Paths of PEM files."""
 
     ca: Path
-    """Authority that clients trust."""
+    """Certificate of the authority that clients trust."""
     certificate: Path
     key: Path
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Make an authority, and a certificate of it for ``localhost`` and ``127.0.0.1``."""
+    """Create an authority, and a certificate for ``localhost`` and ``127.0.0.1`` signed by it."""
     now = datetime.datetime.now(datetime.UTC)
     files = Certificates(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
     authority, key = (
@@ -38,7 +38,9 @@ def make_certificates(folder: Path) -> Certificates:
     )  # fmt: skip
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
 
-    def begun(name: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def begin_certificate(
+        name: x509.Name, public: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
         return (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -55,13 +57,13 @@ def make_certificates(folder: Path) -> Certificates:
         )
 
     ca = (
-        begun(issuer, authority.public_key())
+        begin_certificate(issuer, authority.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(authority, hashes.SHA256())
     )
     certificate = (
-        begun(subject, key.public_key())
+        begin_certificate(subject, key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(authority, hashes.SHA256())

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 request to another server, byte for byte as it came, streamed both ways."""
+"""Unchanged forwarding of HTTP/1.1 requests to another server, streamed in both directions."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ IDLE_SECONDS = 10.0
 
 
 class UpstreamError(Exception):
-    """The other server did not answer."""
+    """The upstream server did not answer."""
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class _Connection:
 
 
 class Answer:
-    """The head of an answer, and its body as a stream."""
+    """Headers of an answer, and its body as a stream."""
 
     def __init__(
         self, pool: "Upstream", connection: _Connection, head: bytes, *, method: str, sent: bool
     ) -> None:
-        """Read the head."""
+        """Parse the status line and the headers."""
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         _, status, self.reason = (first + " ").split(" ", 2)
         self.status = int(status)
@@ -48,16 +48,16 @@ class Answer:
         self._reusable = sent and known.get("connection", "").lower() != "close"
 
     def find(self, name: str) -> str:
-        """Return the value of a header; empty if there is none."""
+        """Return the value of a header; empty if the header is missing."""
         return next((value for given, value in self.headers if given.lower() == name), "")
 
     async def read_chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body, in pieces of at most `CHUNK` bytes.
+        """Yield the body in pieces of at most `CHUNK` bytes.
 
-        The connection is given back after the last piece, and dropped when one stops before.
+        The connection is reused after the last piece, and closed if the iteration stops earlier.
         """
         try:
-            async for piece in self._pieces():
+            async for piece in self._read_pieces():
                 yield piece
         except (OSError, EOFError, ValueError) as error:
             raise UpstreamError("The body of the answer ended early.") from error
@@ -69,16 +69,16 @@ class Answer:
         else:
             self.close()
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def _read_pieces(self) -> AsyncIterator[bytes]:
         reader = self._connection.reader
         if self.chunked and not self.bodiless:
             while size := int((await reader.readline()).split(b";")[0], 16):
-                async for piece in _exactly(reader, size):
+                async for piece in _read_exactly(reader, size):
                     yield piece
                 await reader.readexactly(2)
             await reader.readline()
         elif not self.bodiless:
-            async for piece in _exactly(reader, self.length or 0):
+            async for piece in _read_exactly(reader, self.length or 0):
                 yield piece
         self._ended = True
 
@@ -87,15 +87,15 @@ class Answer:
         return b"".join([piece async for piece in self.read_chunks()])
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
         self._connection.writer.transport.abort()
 
 
 class Upstream:
-    """The other server, and the idle connections to it."""
+    """Upstream server, with a pool of idle connections."""
 
     def __init__(self, url: str) -> None:
-        """Name it: ``http://HOST:PORT``."""
+        """Parse the URL of the server, ``http://HOST:PORT``."""
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.port is None:
             raise ValueError(f"The upstream must be http://HOST:PORT, not {url}.")
@@ -109,14 +109,14 @@ class Upstream:
         headers: Iterable[tuple[str, str]],
         body: AsyncIterator[bytes] | None = None,
     ) -> Answer:
-        """Send a request and read the head of its answer.
+        """Send a request, and return its answer when the headers have arrived.
 
-        The answer may come before ``body`` has ended; then the rest is still sent, or, should the
-        server no longer take it, read and dropped.
+        The answer may arrive before the end of ``body``. The rest of the body is then still sent,
+        or read and discarded if the server no longer receives it.
 
         Raises:
             UpstreamError: The server could not be reached, or closed the connection.
-            Exception: What ``body`` raises. The request then stays incomplete: the connection is
+            Exception: An error of ``body``. The request then stays incomplete: the connection is
                 closed before its last byte.
         """
         head = "".join(f"{name}: {value}\r\n" for name, value in headers)
@@ -146,7 +146,7 @@ class Upstream:
         self._idle.append(connection)
 
     def close(self) -> None:
-        """Drop the idle connections."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.writer.transport.abort()
         self._idle.clear()
@@ -168,7 +168,7 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _pump(body: AsyncIterator[bytes], writer: asyncio.StreamWriter) -> bool:
-    """Write a body; False if the server stopped taking it."""
+    """Write a body, and return whether the server received all of it."""
     taken = True
     async for piece in body:
         if taken:
@@ -180,7 +180,7 @@ async def _pump(body: AsyncIterator[bytes], writer: asyncio.StreamWriter) -> boo
     return taken
 
 
-async def _exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
+async def _read_exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
     while size:
         piece = await reader.read(min(size, CHUNK))
         if not piece:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig import DISK, Host, Rig
-from benchmarks.rig.store import REGION, Fault, FaultKind, Store
+from benchmarks.rig import DISK, Rig, RigHost
+from benchmarks.rig.store import REGION, FaultKind, RigFault, RigStore
 from tests.support.swarm.swarms import KEY, LIE
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ class Outcome:
     error: str = ""
     event_names: set[str] = field(default_factory=set)
 
-    def find_node(self, host: Host) -> dict[str, Any]:
+    def find_node(self, host: RigHost) -> dict[str, Any]:
         """Return the report of a host's node."""
         return next(n for n in self.report["nodes"] if n["name"] == host.name)
 
@@ -53,7 +53,7 @@ class Swarm:
         store: Store of the object that the nodes copy.
     """
 
-    def __init__(self, rig: Rig, store: Store) -> None:
+    def __init__(self, rig: Rig, store: RigStore) -> None:
         self.rig, self.store = rig, store
         self.hosts = list(rig.nodes[:NODES])
         self.late_host = rig.nodes[NODES]
@@ -61,7 +61,7 @@ class Swarm:
         self.seconds = 0.0
         self._runs = 0
 
-    def start_agent(self, host: Host, script: str = NODE) -> None:
+    def start_agent(self, host: RigHost, script: str = NODE) -> None:
         """Start the agent of a host. The agent ends with the host's processes."""
         command = [sys.executable, "-c", script, "swarm", "node", "--root", str(self.root)]
         command += ["--host", host.address, "--port", str(PORT)]
@@ -70,7 +70,7 @@ class Swarm:
         assert agent.stdout.readline(), f"the agent of {host.name} did not start"
 
     @contextmanager
-    def start_agents(self, *, liar: Host | None = None) -> Iterator[None]:
+    def start_agents(self, *, liar: RigHost | None = None) -> Iterator[None]:
         """Start agents with empty folders, and write a new object to the store.
 
         Args:
@@ -95,7 +95,7 @@ class Swarm:
         """Return the SHA-256 of the newest object of the store."""
         return self.rig.store.call(_compute_newest_sha256, DISK / "objects")
 
-    def make_settings(self, hosts: list[Host], **extra: Any) -> dict[str, Any]:
+    def make_settings(self, hosts: list[RigHost], **extra: Any) -> dict[str, Any]:
         """Return the settings of a driver."""
         return {
             "requests": [{"key": "object", "sha256": extra.pop("sha256", None)}],
@@ -123,7 +123,7 @@ class Swarm:
 
     def run(
         self,
-        hosts: list[Host] | None = None,
+        hosts: list[RigHost] | None = None,
         *,
         fraction: float = 2.0,
         action: Callable[[subprocess.Popen[str]], None] | None = None,
@@ -167,7 +167,7 @@ class Swarm:
         outcome.seconds = time.monotonic() - began
         return outcome
 
-    def has_object(self, hosts: list[Host]) -> bool:
+    def has_object(self, hosts: list[RigHost]) -> bool:
         """Decide whether each of these hosts has the bytes of the object."""
         expected = self.compute_sha256()
         return all(host.call(_compute_sha256, self.root / "object") == expected for host in hosts)
@@ -247,7 +247,7 @@ def run_with_slow_peer(swarm: Swarm) -> tuple[bool, str]:
 
 
 def make_store_fault_case(
-    fault: Fault, *, digest: bool = False
+    fault: RigFault, *, digest: bool = False
 ) -> Callable[[Swarm], tuple[bool, str]]:
     """Return a case with a fault of the store.
 
@@ -364,15 +364,15 @@ MATRIX: dict[str, Callable[[Swarm], tuple[bool, str]]] = {
     "a peer sends flipped bits": run_with_liar,
     "a peer at 1 KB/s": run_with_slow_peer,
     "the store flips a bit of an object with a digest": make_store_fault_case(
-        Fault(FaultKind.FLIP, offset=SIZE // 3), digest=True
+        RigFault(FaultKind.FLIP, offset=SIZE // 3), digest=True
     ),
-    "the store truncates bodies": make_store_fault_case(Fault(FaultKind.TRUNCATE, times=10)),
-    "the store answers 403 twice": make_store_fault_case(Fault(FaultKind.DENY, times=2)),
+    "the store truncates bodies": make_store_fault_case(RigFault(FaultKind.TRUNCATE, times=10)),
+    "the store answers 403 twice": make_store_fault_case(RigFault(FaultKind.DENY, times=2)),
     "the store answers 500 to a fifth of the requests": make_store_fault_case(
-        Fault(FaultKind.ERROR, times=None, share=0.2, seed=5)
+        RigFault(FaultKind.ERROR, times=None, share=0.2, seed=5)
     ),
     "the store stalls for 30 s": make_store_fault_case(
-        Fault(FaultKind.STALL, offset=SIZE // 2, seconds=30.0)
+        RigFault(FaultKind.STALL, offset=SIZE // 2, seconds=30.0)
     ),
     "the object is replaced during the run": replace_object,
     "a fifth node starts late": add_late_node,
@@ -395,7 +395,7 @@ def run_swarm(report: Callable[[str], None], only: str = "") -> tuple[int, int]:
     wrong = count = 0
     with (
         Rig.start(nodes=NODES + 1, rate_mbit=MBIT, store_mbit=MBIT, disk_bytes=4 * SIZE) as rig,
-        Store.start(DISK / "objects", rig.store) as store,
+        RigStore.start(DISK / "objects", rig.store) as store,
     ):
         swarm = Swarm(rig, store)
         for name, case in MATRIX.items():

@@ -8,8 +8,15 @@ from collections.abc import Iterable, Iterator
 from millrace.testing.process import REPOSITORY
 
 RELATIVE = re.compile(r"(What|That|Of|Who|Whom|Whose|How|Where|Whether|Which|When|Why|If)\b")
-SHIPPED = ("millrace", "tasks", "flows", "blocks", "deployments")
-EVERYTHING = (*SHIPPED, "docs", "tests", "benchmarks", "examples")
+ENTRY = re.compile(
+    r"^ *(?:\w+: |(?:Returns|Yields):\n +)"
+    r"(?:What|That|Of|Who|Whom|Whose|How|Where|Which|When|Why)\b.*",
+    re.MULTILINE,
+)
+SOURCES = (
+    "millrace", "tasks", "flows", "blocks", "deployments", "docs", "benchmarks", "examples",
+)  # fmt: skip
+EVERYTHING = (*SOURCES, "tests")
 
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,7 +48,7 @@ def iterate_definitions(node: ast.AST) -> Iterator[Definition]:
 
 def test_each_class_name_is_defined_once():
     files = defaultdict[str, list[str]](list)
-    for file, node in list_definitions(SHIPPED, re.compile(r"^\s*class ", re.MULTILINE)):
+    for file, node in list_definitions(SOURCES, re.compile(r"^\s*class ", re.MULTILINE)):
         if isinstance(node, ast.ClassDef):
             files[node.name].append(file)
     assert len(files) > 400
@@ -53,5 +60,15 @@ def test_no_docstring_begins_with_a_relative_word():
         f"{file}: {text.splitlines()[0]}"
         for file, node in list_definitions(EVERYTHING, re.compile(rf'"""[\s\\]*{RELATIVE.pattern}'))
         if (text := ast.get_docstring(node)) and RELATIVE.match(text)
+    ]
+    assert found == []
+
+
+def test_no_entry_of_a_docstring_begins_with_a_relative_word():
+    """An argument, an attribute or a result is a noun; "Whether" begins that of a boolean."""
+    found = [
+        f"{file}: {entry.group().strip()}"
+        for file, node in list_definitions(EVERYTHING, ENTRY)
+        for entry in ENTRY.finditer(ast.get_docstring(node) or "")
     ]
     assert found == []

@@ -14,10 +14,10 @@ from millrace.datasets.sources.store_files import StoreFiles
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
 from millrace.storage import Store, StoreSpec, open_store
+from millrace.storage.answers import READ_BLOCK_SIZE
 from millrace.storage.mirror_locations import MirrorReport
 from millrace.storage.mirrored import MirroredReader
 from millrace.storage.mirrored_objects import FetchedRange, MirroredObject
-from millrace.storage.read import READ_BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from millrace import errors
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 from millrace.threads import DaemonThreadPool
 
 READ_AHEAD_BYTES = 64 * 1024 * 1024

@@ -27,8 +27,8 @@ from millrace.datasets.sources.table import FileTable
 from millrace.retry_after import parse_retry_after
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec
+from millrace.storage.answers import READ_BLOCK_SIZE
 from millrace.storage.obstore_clients import CONNECT_TIMEOUT, READ_TIMEOUT
-from millrace.storage.read import READ_BLOCK_SIZE
 
 _CONCURRENCY = 8  # connections to one host
 _MAX_REDIRECTS = 5

@@ -423,8 +423,8 @@ def translate_error(
 
     Args:
         spec: Repository at its commit.
-        where: What was read.
-        action: What the library was asked to do, such as ``open it``.
+        where: URL of the file or the repository, for the message.
+        action: Failed action of the library, such as ``open it``.
         error: Error of the library.
 
     Raises:

@@ -23,7 +23,7 @@ from millrace.hub import HubSpec
 from millrace.hub.client import HubClient
 from millrace.schemas.dataset import FileRef
 from millrace.storage import StoreSpec
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 _URL = re.compile(
     r"hf://datasets/(?P<repo>[^/@:?#]+/[^/@:?#]+)"

@@ -16,7 +16,7 @@ from millrace.datasets.sources.files import (
 from millrace.datasets.sources.table import FileTable
 from millrace.digest import make_local_etag
 from millrace.schemas.dataset import FileRef
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 # Bytes of a file that are read at a time. A larger block is newly allocated each time, and its page
 # faults take longer than the copy.

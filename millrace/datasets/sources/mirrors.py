@@ -26,7 +26,7 @@ from millrace.datasets.sources.table import FileTable
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import FileRef, SourceRecord
 from millrace.storage import Store, create, exists, read
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from millrace.datasets.sources.files import (
 from millrace.datasets.sources.table import FileTable
 from millrace.schemas.dataset import FileRef
 from millrace.storage import Stat, Store, head, list_objects, read, stream
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 
 class StoreFiles:

@@ -12,7 +12,7 @@ from millrace.datasets.sources.table import FileTable, iterate_files
 from millrace.keys.datasets import DatasetKeys
 from millrace.schemas.dataset import ByteRange, CompressedRange, FileRef
 from millrace.storage import Store
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 _BLOCK = 4 << 20  # bytes of a plain file that are read at a time
 _TAIL = 256 << 10  # bytes that are read at a time after the end of a range

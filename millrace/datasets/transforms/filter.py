@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import pyarrow
-from pyarrow import compute
 
 from millrace.datasets.formats.base import read_field
 from millrace.datasets.sample import Row, Sample
 from millrace.datasets.transforms.base import make_bad_row
+from millrace.datasets.transforms.patterns import match_pattern
 from millrace.datasets.transforms.settings import FilterSettings
 
 
@@ -59,15 +59,3 @@ class FilterTransform:
                 )
                 indices = [i for i, match in zip(indices, found, strict=True) if match is wanted]
         return indices
-
-
-def match_pattern(texts: pyarrow.LargeStringArray, pattern: str) -> list[bool]:
-    """Return whether each text contains a match of a regular expression of RE2.
-
-    RE2 takes time in proportion to the text, whatever the expression is.
-
-    Raises:
-        ValueError: RE2 does not know the expression, or the expression is too large.
-    """
-    found = compute.match_substring_regex(texts, pattern=pattern)
-    return [match is True for match in found.to_pylist()]

@@ -19,7 +19,7 @@ from millrace.datasets.transforms.settings import JoinSettings
 from millrace.errors import ConfigurationError
 from millrace.formatting import clean_text, format_size
 from millrace.schemas.dataset import ByteRange, FileRef, SourceRange
-from millrace.storage.read import READ_BLOCK_SIZE
+from millrace.storage.answers import READ_BLOCK_SIZE
 
 _NAME = "__name__"  # field of a table's row with the name of its sample; no sample can have it
 _MAX_NAME = 4096  # bytes of a field that names a row

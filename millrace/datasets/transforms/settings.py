@@ -40,7 +40,9 @@ class FilterSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["filter"] = Field(default="filter", description="`filter`.")
+    kind: Literal["filter"] = Field(
+        default="filter", description="Name of this transform: `filter`."
+    )
     field: FieldName = Field(description="Field that decides, such as `txt`.")
     min_size: Size | None = Field(
         default=None, ge=1, description="Smallest size of the field in bytes, such as `200`."
@@ -65,7 +67,7 @@ class FilterSettings(BaseModel):
             # pyarrow is imported only for what needs it.
             import pyarrow  # noqa: PLC0415
 
-            from millrace.datasets.transforms.filter import match_pattern  # noqa: PLC0415
+            from millrace.datasets.transforms.patterns import match_pattern  # noqa: PLC0415
 
             try:
                 match_pattern(pyarrow.array([""], pyarrow.large_string()), pattern)
@@ -94,7 +96,9 @@ class RenameSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["rename"] = Field(default="rename", description="`rename`.")
+    kind: Literal["rename"] = Field(
+        default="rename", description="Name of this transform: `rename`."
+    )
     fields: dict[FieldName, FieldName] = Field(
         min_length=1, description='New name of each field to rename, such as `{"text": "txt"}`.'
     )
@@ -113,7 +117,7 @@ class JoinSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["join"] = Field(default="join", description="`join`.")
+    kind: Literal["join"] = Field(default="join", description="Name of this transform: `join`.")
     table: str = Field(
         description="Path or URL of the table, such as `./metadata.csv`: CSV or TSV with a header, "
         "JSON lines (`.jsonl`) or parquet, of at most 128 MiB. The bytes are stored in the dataset."
@@ -172,7 +176,9 @@ class FunctionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["function"] = Field(default="function", description="`function`.")
+    kind: Literal["function"] = Field(
+        default="function", description="Name of this transform: `function`."
+    )
     function: str = Field(
         description="Function to call with each sample: `module:function` of an installed module, "
         "or `./clean.py:function` of a file. The function takes a dict of the fields, and "
@@ -213,7 +219,9 @@ class TokenizeSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["tokenize"] = Field(default="tokenize", description="`tokenize`.")
+    kind: Literal["tokenize"] = Field(
+        default="tokenize", description="Name of this transform: `tokenize`."
+    )
     tokenizer: str = Field(
         description="Path or URL of the `tokenizer.json` of a Hugging Face tokenizer, such as "
         "`./tokenizer.json`, `s3://bucket/tokenizer.json` or `https://...`. The bytes are stored "

@@ -1,14 +1,14 @@
-"""Vast.ai's HTTP API, as much of it as renting takes: a process of its own, that keeps the books.
+"""Stand-in of Vast.ai: the part of its HTTP API that renting uses, with billing.
 
-It outlives its clients, has a clock of its own, and is the judge of what was left and billed. What
-it answers is what the API was seen to answer: paths, strings for values, fields that are null,
-pages, statuses and bodies of errors, 429 below an interval. Faults are injected by a seed, and
-counted. A rented machine is either made up, which then writes into the folder that it was given
-what a real one would, or run for real: its onstart as a process of this machine, in a folder of
-its own, with nothing of our environment.
+The server is a separate process that outlives its clients, and has its own clock. Tests read from
+it which machines still run and what was billed. The answers are modelled on observed answers of the
+API: paths, strings for values, null fields, pages, statuses and bodies of errors, and 429 for
+requests below an interval. Faults are injected by a seed, and counted.
 
-It knows nothing of Millrace, but for the made up machines: what those write is what a rented
-machine writes.
+A rented machine is either simulated or real. A simulated machine writes the reports of a rented
+machine into its folder. The onstart of a real machine runs as a process of this computer, in its
+own folder and with a clean environment. Only the simulated machines depend on Millrace, by their
+reports.
 """
 
 from millrace.testing.vast.client import StandInClock, VastServer

@@ -1,4 +1,4 @@
-"""Run the server: `VastServer.start` starts this process."""
+"""Entry point of the server process that `VastServer.start` starts."""
 
 import argparse
 import asyncio

@@ -1,9 +1,11 @@
-"""Requests of the API, and their answers."""
+"""Handlers of the requests of the API and of tests."""
 
 import asyncio
 import contextlib
 import json
+import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,32 +26,39 @@ from millrace.testing.vast.machines import StandInInstance, StandInMachine
 from millrace.testing.vast.running import end_process
 from millrace.testing.vast.world import World
 
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq, "neq": operator.ne, "gt": operator.gt, "gte": operator.ge,
+    "lt": operator.lt, "lte": operator.le,
+    "in": lambda have, wanted: have in wanted, "notin": lambda have, wanted: have not in wanted,
+}  # fmt: skip
+
 
 @dataclass
 class VastApplication:
-    """Server of the API, and of what a test asks.
+    """Handler of the requests of the API and of tests.
 
     Attributes:
         books: State behind the API.
-        last: Time of the last admitted request of each key and kind.
+        last: Time of the last admitted request, by API key and kind.
         log: Requests since the last reset.
         counted: Number of injections of each fault.
-        failing: Faults of the next requests.
+        failing: Faults for the next requests.
     """
 
     books: MachineBooks
-    last: dict[tuple[str, str], float] = field(default_factory=dict)
-    log: list[dict[str, Any]] = field(default_factory=list)
-    counted: Counter[str] = field(default_factory=Counter)
-    failing: list[dict[str, Any]] = field(default_factory=list)
+    last: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    log: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    counted: Counter[str] = field(default_factory=Counter[str])
+    failing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def _reset(self, world: World) -> str:
-        """Begin anew, and return the account's API key."""
+        """Clear all state, start with a new world, and return the API key of the account."""
         key = self.books.reset(world)
         vars(self).update(vars(VastApplication(self.books)))
         return key
 
     async def handle_control(self, request: web.Request) -> web.Response:
+        """Answer a request of a test, which the API does not have."""
         body = await request.json()
         match request.match_info["verb"]:
             case "reset" | "account" as verb:
@@ -96,6 +105,7 @@ class VastApplication:
         return web.json_response(answer)
 
     def make_application(self) -> web.Application:
+        """Return the application with all routes."""
         app = web.Application(middlewares=[self._answer])
         numbered = "{id:\\d+}"
         app.add_routes(
@@ -142,7 +152,7 @@ class VastApplication:
     async def _answer_with_fault(
         self, fault: str, request: web.Request, handler: Any, call: str
     ) -> web.StreamResponse | None:
-        """Answer, with a fault or without; None: the connection is closed."""
+        """Answer a request, with a fault if one is named; None to close the connection."""
         self._check_pace(request, call)
         if fault in REFUSALS:
             raise VastRefusedError(*REFUSALS[fault])
@@ -161,7 +171,7 @@ class VastApplication:
     async def _answer_changed(
         self, fault: str, request: web.Request, handler: Any, call: str
     ) -> web.StreamResponse:
-        """Answer otherwise than without the fault."""
+        """Answer a request, with a different result if there is a fault."""
         match fault:
             case "refused" if call in {"delete", "create"}:
                 return web.json_response({"success": False, "error": "busy", "msg": "try again"})
@@ -183,6 +193,8 @@ class VastApplication:
                 self.books.pass_time(40.0)
             case "trickle":
                 return await trickle(request, await handler(request))
+            case _:
+                pass
         return await handler(request)
 
     def _draw_fault(self, call: str) -> str:
@@ -219,16 +231,17 @@ class VastApplication:
         return self.books.others.get(token, 1)
 
     async def search(self, request: web.Request) -> web.Response:
+        """Answer a search with the matching offers."""
         self._identify_caller(request)
         query = await request.json()
         disk, limit = float(query.pop("allocated_storage")), int(query.pop("limit", 64))
         order, kind = query.pop("order"), query.pop("type")
         assert kind in {"on-demand", "bid", "reserved"}, kind
         found: list[dict[str, Any]] = []
-        chosen = query.get("id", {}).get("eq")  # an offer that an earlier search has shown
+        chosen = int(query.get("id", {}).get("eq", 0))  # offer of an earlier search
         for machine in self.books.machines.values():
-            is_chosen = chosen is not None and self.books.asks.get(int(chosen)) == machine.id
-            ask = int(chosen) if is_chosen else next(self.books.numbers)
+            is_chosen = self.books.asks.get(chosen) == machine.id
+            ask = chosen if is_chosen else next(self.books.numbers)
             offer = machine.make_offer(ask, disk)
             if all(is_match(offer, name, conditions) for name, conditions in query.items()):
                 self.books.asks[ask] = machine.id
@@ -238,6 +251,7 @@ class VastApplication:
         return web.json_response({"offers": found[:limit]})
 
     async def create(self, request: web.Request) -> web.Response:
+        """Rent the machine of an offer."""
         self._identify_caller(request)
         ask, body = int(request.match_info["id"]), await request.json()
         machine = self.books.machines.get(self.books.asks.get(ask, 0))
@@ -266,13 +280,15 @@ class VastApplication:
         return web.json_response({"success": True, "new_contract": one.id})
 
     async def refuse_retired(self, request: web.Request) -> web.Response:
+        """Refuse a request for a retired path."""
         raise make_refusal(410, "deprecated_endpoint", "Use /api/v1/instances/")
 
     async def list(self, request: web.Request) -> web.Response:
+        """Answer with a page of the account's machines."""
         if self._identify_caller(request):
             raise make_refusal(403, "forbidden", "not your own")
-        limit = int(request.query.get("limit", 25))
-        after = int(request.query.get("after_token", 0))
+        limit = int(request.query.get("limit", "25"))
+        after = int(request.query.get("after_token", "0"))
         there = sorted(
             (one for one in self.books.instances.values()
              if one.destroyed is None and self.books.now >= one.created + one.lag
@@ -301,19 +317,23 @@ class VastApplication:
         return one
 
     async def show(self, request: web.Request) -> web.Response:
+        """Answer with the row of one machine."""
         return web.json_response({"instances": self._get_own(request).make_row(self.books.now)})
 
     async def change(self, request: web.Request) -> web.Response:
+        """Change the label of a machine."""
         one, body = self._get_own(request), await request.json()
         one.body["label"] = body.get("label", one.label)
         return web.json_response({"success": True})
 
     async def delete(self, request: web.Request) -> web.Response:
+        """Destroy a machine."""
         one = self._get_own(request)
         self.books.destroy(one, "itself" if self._identify_caller(request) else "the account")
         return web.json_response({"success": True})
 
     async def user(self, request: web.Request) -> web.Response:
+        """Answer with the account and its credit."""
         self._identify_caller(request)
         spent = sum(one.cost for one in self.books.instances.values())
         return web.json_response(
@@ -326,13 +346,15 @@ class VastApplication:
 
 
 def make_response(refused: VastRefusedError) -> web.Response:
+    """Return the response of an error."""
     if isinstance(refused.body, str):
         return web.Response(status=refused.status, text=refused.body)
     return web.json_response(refused.body, status=refused.status)
 
 
 async def trickle(request: web.Request, answer: web.Response) -> web.StreamResponse:
-    """Send an answer after very many spaces, one after another, while the client listens."""
+    """Send 1000 spaces slowly before an answer, until the client disconnects."""
+    assert isinstance(answer.body, bytes)
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     with contextlib.suppress(ConnectionError):
@@ -345,32 +367,19 @@ async def trickle(request: web.Request, answer: web.Response) -> web.StreamRespo
 
 def is_match(offer: dict[str, Any], name: str, conditions: dict[str, Any]) -> bool:
     """Decide whether an offer matches a filter. Values may be strings, as the SDK sends them."""
-    have = offer[name]  # a filter by a field that there is not is a mistake
+    have: Any = offer[name]  # an unknown field is an error of the caller
+    if name == "geolocation":
+        have = have.rpartition(", ")[2]
     for sign, wanted in conditions.items():
-        if name == "geolocation":
-            place = have.rpartition(", ")[2]
-            if (place in wanted) is not (sign == "in"):
-                return False
-            continue
         if isinstance(have, (int, float)) and isinstance(wanted, str):
             wanted = wanted.lower() == "true" if isinstance(have, bool) else float(wanted)  # noqa: PLW2901
-        held = {
-            "eq": lambda a, b: a == b,
-            "neq": lambda a, b: a != b,
-            "gt": lambda a, b: a > b,
-            "gte": lambda a, b: a >= b,
-            "lt": lambda a, b: a < b,
-            "lte": lambda a, b: a <= b,
-            "in": lambda a, b: a in b,
-            "notin": lambda a, b: a not in b,
-        }[sign](have, wanted)
-        if not held:
+        if not COMPARISONS[sign](have, wanted):
             return False
     return True
 
 
 async def serve(folder: Path) -> None:
-    """Serve until the process is ended; a line of JSON on stdout has the port."""
+    """Serve until the process ends. A line of JSON on stdout has the port."""
     books = MachineBooks(folder, ClockFile(folder))
     books.reset(World())
     server = VastApplication(books)

@@ -1,4 +1,4 @@
-"""Books of the server: its clock, accounts, hosts and rented machines."""
+"""State of the server: clock, accounts, hosts and rented machines."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ from millrace.testing.vast.machines import HOUR, StandInInstance, StandInMachine
 from millrace.testing.vast.running import end_process, run_onstart, write_report
 from millrace.testing.vast.world import World
 
-EPOCH = 1_800_000_000.0  # where the clock begins
+EPOCH = 1_800_000_000.0  # time of the clock after a reset
 
 
 @dataclass
@@ -26,35 +26,36 @@ class MachineBooks:
         clock: Clock of the server.
         world: World of the test.
         key: API key of the first account.
-        others: Numbers of further accounts, by their keys.
-        drawing: Random numbers, from the world's seed.
-        machines: Hosts, by their numbers.
+        others: Numbers of the other accounts, by their API keys.
+        drawing: Random numbers from the world's seed.
+        machines: Hosts by number.
         asks: Numbers of the hosts, by the numbers of their offers.
-        instances: Machines that were ever rented, by their numbers.
-        numbers: Numbers that were not given yet.
+        instances: All machines that were ever rented, by number.
+        numbers: Unused numbers.
     """
 
     folder: Path
     clock: ClockFile
     world: World = field(default_factory=World)
     key: str = ""
-    others: dict[str, int] = field(default_factory=dict)  # accounts, by their keys
+    others: dict[str, int] = field(default_factory=dict[str, int])
     drawing: random.Random = field(default_factory=random.Random)
-    machines: dict[int, StandInMachine] = field(default_factory=dict)
-    asks: dict[int, int] = field(default_factory=dict)
-    instances: dict[int, StandInInstance] = field(default_factory=dict)
+    machines: dict[int, StandInMachine] = field(default_factory=dict[int, StandInMachine])
+    asks: dict[int, int] = field(default_factory=dict[int, int])
+    instances: dict[int, StandInInstance] = field(default_factory=dict[int, StandInInstance])
     numbers: Any = field(default_factory=lambda: itertools.count(1000))
 
     @property
     def now(self) -> float:
+        """Time by the clock, in seconds since 1970."""
         return self.clock.read()
 
     def pass_time(self, seconds: float) -> None:
-        """Set the clock forward."""
+        """Advance the clock."""
         self.clock.set(self.now + seconds, self.world.rate)
 
     def tick(self) -> None:
-        """Let happen what has come due."""
+        """Apply all changes that are due by now."""
         now = self.now
         for one in self.instances.values():
             if one.destroyed is not None:
@@ -81,7 +82,7 @@ class MachineBooks:
             )
 
     def _advance_machine(self, one: StandInInstance, now: float) -> None:
-        """Let a machine meet its fate, or report."""
+        """Apply the fate of a running machine, or write its report."""
         assert one.running is not None
         if one.fate == "outbid" and now >= one.running + 60:
             one.bill(now)
@@ -98,7 +99,7 @@ class MachineBooks:
             return
         if one.fate == "silent" and now >= one.running + 60:
             return
-        if not one.beats:  # what it says that it has moved, a GB and a tenth of one
+        if not one.beats:  # cost of the traffic in its report
             one.cost += one.machine.down_cost + one.machine.up_cost / 10
         one.beats += 1
         received, sent = 10**9, 10**8
@@ -117,12 +118,14 @@ class MachineBooks:
             )
 
     def destroy(self, one: StandInInstance, by: str) -> None:
+        """Bill and destroy a machine."""
         one.bill(self.now)
         one.destroyed, one.by = self.now, by
         one.machine.rented = False
         end_process(one)
 
     def make_entry(self, one: StandInInstance) -> dict[str, Any]:
+        """Return the state of a machine for a test."""
         return {
             "id": one.id,
             "label": one.label,
@@ -148,6 +151,7 @@ class MachineBooks:
         return key
 
     def reset(self, world: World) -> str:
+        """Clear all state, create the hosts of a world, and return the account's API key."""
         for one in self.instances.values():
             end_process(one)
         unknown = set(world.faults) - FAULTS
@@ -177,6 +181,7 @@ class MachineBooks:
         return self.key
 
     def rent(self, machine: StandInMachine, body: dict[str, Any]) -> StandInInstance:
+        """Rent a machine on a host."""
         machine.rented = True
         disk = float(body["disk"])
         price = body.get("price")

@@ -1,4 +1,4 @@
-"""Client of the server: runs it, and asks it what no client of the API can."""
+"""Handle of the server process, for tests."""
 
 from collections import Counter
 from datetime import UTC, datetime
@@ -11,28 +11,32 @@ from millrace.testing.vast.faults import CONTROL
 
 
 class VastServer:
-    """A running server. Made by `VastServer.start`; a context manager that stops it.
+    """Running server, started by `VastServer.start`. As a context manager, it stops at the exit.
 
     Attributes:
-        url: ``http://127.0.0.1:PORT``.
+        url: URL of the server, ``http://127.0.0.1:PORT``.
     """
 
     def __init__(self, child: Child, port: int, folder: Path) -> None:
-        """Describe a server that runs already; `start` runs it."""
+        """Represent a server that is already running. Use `start` to start one."""
         self.url = f"http://127.0.0.1:{port}"
         self._child = child
         self._clock = ClockFile(folder)
 
     @classmethod
     def start(cls, folder: Path) -> Self:
-        """Start a server; it serves when this returns."""
+        """Start a server, and return when it accepts requests."""
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "vast.log"
         child = start_module("millrace.testing.vast", "--folder", str(folder), log=log)
         return cls(child, child.read_announcement()["port"], folder)
 
     def reset(self, **world: Any) -> str:
-        """Begin anew, and return the account's API key. See `World` for what may be said."""
+        """Start with a new world, and return the account's API key.
+
+        Args:
+            world: Attributes of the `World`.
+        """
         return self.ask("reset", world)["key"]
 
     def read_time(self) -> float:
@@ -40,11 +44,11 @@ class VastServer:
         return self._clock.read()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.ask("advance", {"seconds": seconds})
 
     def list_machines(self) -> list[dict[str, Any]]:
-        """Return every machine that was ever rented: account, times and cost."""
+        """Return all machines that were ever rented, with their times and costs."""
         return self.ask("books", {})["instances"]
 
     def list_alive(self) -> list[dict[str, Any]]:
@@ -52,19 +56,25 @@ class VastServer:
         return [one for one in self.list_machines() if one["destroyed"] is None]
 
     def list_requests(self) -> list[dict[str, Any]]:
-        """Return every request since `reset`, with its body and its answer."""
+        """Return all requests since `reset`, each with its body, fault and status."""
         return self.ask("requests", {})["requests"]
 
     def count_fired(self) -> Counter[str]:
-        """Return how often each fault was injected."""
+        """Return the number of injections of each fault."""
         return Counter(self.ask("fired", {}))
 
     def fail_next(self, count: int, fault: str, call: str = "") -> None:
-        """Have the next requests (of one kind) fail so."""
+        """Fail the next requests with a fault.
+
+        Args:
+            count: Number of requests.
+            fault: Fault, from `FAULTS`.
+            call: Kind of the requests, such as ``create``; empty for any.
+        """
         self.ask("fail", {"count": count, "fault": fault, "call": call})
 
     def befall(self, instance: int, fate: str) -> None:
-        """Have something happen to a machine: see `StandInInstance.fate`."""
+        """Set the fate of a machine. See `StandInInstance.fate`."""
         self.ask("befall", {"instance": instance, "fate": fate})
 
     def open_account(self) -> str:
@@ -88,16 +98,23 @@ class VastServer:
 
 
 class StandInClock:
-    """The server's clock, for a client that rents by it: waiting lets its time pass."""
+    """Clock of the server, for a client that rents from it. Sleeping advances the server's time.
+
+    Args:
+        server: Server with the clock.
+    """
 
     def __init__(self, server: VastServer) -> None:
         self._server = server
 
     def now(self) -> datetime:
+        """Return the time."""
         return datetime.fromtimestamp(self._server.read_time(), UTC)
 
     def monotonic(self) -> float:
+        """Return the time in seconds."""
         return self._server.read_time()
 
     def sleep(self, seconds: float) -> None:
+        """Advance the time of the server, without waiting."""
         self._server.advance(seconds)

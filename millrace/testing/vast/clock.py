@@ -1,4 +1,4 @@
-"""Clock of the server, in a file."""
+"""Clock of the server, stored in a file."""
 
 import os
 import struct
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 class ClockFile:
-    """Clock in a file, which one process sets and others read: rentals read the time very often.
+    """Clock in a file, which one process sets and others read. Rentals read it very often.
 
     Args:
         folder: Folder of the server.
     """
 
-    _FORMAT = struct.Struct("dd")  # time at the zero of the monotonic clock, and the rate
+    _FORMAT = struct.Struct("dd")  # time when the monotonic clock is zero, and the rate
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "clock", os.O_RDWR | os.O_CREAT)
 
     def set(self, now: float, rate: float) -> None:
-        """Set the time, in seconds since 1970, and how fast it passes."""
+        """Set the time in seconds since 1970, and the seconds that pass per real second."""
         os.pwrite(self._file, self._FORMAT.pack(now - time.monotonic() * rate, rate), 0)
 
     def read(self) -> float:

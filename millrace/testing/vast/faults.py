@@ -1,9 +1,9 @@
-"""Faults that the server injects, and its refusals."""
+"""Faults that the server injects, and errors that it answers."""
 
 from typing import Any
 
 CONTROL = "/-/"
-"""Prefix of the paths that only `VastServer` asks."""
+"""Prefix of the paths that only `VastServer` requests."""
 INTERVALS = {"create": 4.5, "destroy": 3.0, "list": 1.0, "search": 6.0, "show": 2.0, "label": 1.0}
 REFUSALS: dict[str, tuple[int, Any]] = {
     "error500": (500, {"success": False, "error": "internal", "msg": "oops"}),
@@ -17,7 +17,7 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "retired": (410, {"success": False, "error": "deprecated_endpoint", "msg": "use another"}),
     "quota": (429, {"success": False, "error": "search_quota_exceeded", "msg": "daily"}),
 }
-LISTS: dict[str, Any] = {  # what a list of instances is answered with, with status 200
+LISTS: dict[str, Any] = {  # answers to a listing of instances, with status 200
     "unsuccessful list": {
         "success": False, "error": "db", "msg": "timeout", "instances": [], "total_instances": 0,
     },
@@ -33,10 +33,18 @@ FAULTS = {
 
 
 class VastRefusedError(Exception):
+    """A request is answered with an error.
+
+    Args:
+        status: Status of the answer.
+        body: Body of the answer, as text or as JSON.
+    """
+
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(status, body)
         self.status, self.body = status, body
 
 
 def make_refusal(status: int, code: str, said: str) -> VastRefusedError:
+    """Return an error with a body in the form of the API."""
     return VastRefusedError(status, {"success": False, "error": code, "msg": said})

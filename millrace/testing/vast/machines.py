@@ -1,4 +1,4 @@
-"""Hosts, and machines that were rented: their offers, states and costs."""
+"""Hosts and rented machines: offers, states and costs."""
 
 import base64
 import json
@@ -13,14 +13,14 @@ HOUR = 3600.0
 
 @dataclass
 class StandInMachine:
-    """A host, and what it asks for."""
+    """Host, with its hardware and prices."""
 
     id: int
     gpu: str
     gpus: int
     memory: float
     dph: float
-    storage: float  # dollars a GB a month
+    storage: float  # dollars per GB and month
     down_cost: float
     up_cost: float
     place: str
@@ -30,7 +30,7 @@ class StandInMachine:
     fate: str = ""
 
     def make_offer(self, ask: int, disk: float) -> dict[str, Any]:
-        """Return the host's offer, in the fields of a search's answer."""
+        """Return the offer of the host, with the fields of an answer to a search."""
         return {
             "id": ask,
             "ask_contract_id": ask,
@@ -62,20 +62,22 @@ class StandInMachine:
         }
 
     def compute_price(self, disk: float) -> float:
+        """Return the price in dollars per hour, with a disk of a size in GB."""
         return self.dph + self.storage * disk / 730
 
 
 @dataclass
 class StandInInstance:
-    """A machine that was rented.
+    """Rented machine.
 
     Attributes:
-        fate: What becomes of it: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
-            ``outbid``, ``silent`` (it runs, and says nothing), ``failing`` (its program does),
-            ``broken`` (nothing can be installed), ``raised`` (it costs half as much again as was
-            offered), ``dearer``, ``vanished``, ``lying`` (about what it has moved), ``lying late``
-            (an hour of zeros, then what four times its speed could have moved); empty: nothing.
-        lag: Seconds after its creation in which the listing does not show it.
+        fate: Fault of the machine: ``exited``, ``offline``, ``unknown``, ``oci``, ``stuck``,
+            ``outbid``, ``silent`` (runs without reports), ``failing`` (the program fails),
+            ``broken`` (the installation fails), ``raised`` (costs 1.5 times the offered price),
+            ``dearer`` (costs ten times as much after a minute), ``vanished``, ``lying`` (reports
+            too much traffic), ``lying late`` (reports no traffic for an hour, then four times the
+            possible amount); empty for none.
+        lag: Seconds after the creation before the machine is listed.
     """
 
     id: int
@@ -102,22 +104,23 @@ class StandInInstance:
 
     @property
     def ports(self) -> list[int]:
-        """Ports that the machine was rented with (``-p 8080:8080``)."""
+        """Ports of the request (``-p 8080:8080``)."""
         found = (re.fullmatch(r"-p (\d+):\1", name) for name in self.body.get("env", {}))
         return [int(match[1]) for match in found if match]
 
     @property
     def label(self) -> str:
+        """Label of the machine; empty without one."""
         return self.body.get("label") or ""
 
     @property
     def order(self) -> dict[str, Any] | None:
-        """Command for the machine, if there was one."""
+        """Settings that Millrace gave to the machine; None without any."""
         text = self.body.get("env", {}).get("MILLRACE_CONFIG")
         return json.loads(base64.b64decode(text)) if text else None
 
     def bill(self, now: float) -> None:
-        """Charge what has come to be due since the last time."""
+        """Add the cost since the last call."""
         end = now if self.destroyed is None else min(now, self.destroyed)
         hours = max(0.0, end - self.billed) / HOUR
         running = self.running is not None and not self.stopped
@@ -125,7 +128,7 @@ class StandInInstance:
         self.billed = end
 
     def make_row(self, now: float) -> dict[str, Any]:
-        """Return the machine's row in a listing; fields without a value yet are null."""
+        """Return the row of the machine in a listing. Fields without a value yet are null."""
         status, message = self.describe_status(now)
         state = "stopped" if self.stopped else "running"
         up = status == "running"
@@ -152,7 +155,7 @@ class StandInInstance:
         }
 
     def _map_ports(self) -> dict[str, Any]:
-        """Map ports. From 70000 on, a port is drawn, and is the same inside and outside."""
+        """Map the ports. A requested port of 70000 or more becomes one free port on both sides."""
         outside = {22: 40022} | {port: 40000 + port % 1000 for port in self.ports if port < 70000}
         if max(self.ports, default=0) >= 70000:
             outside[self.port] = self.port
@@ -162,6 +165,7 @@ class StandInInstance:
         }
 
     def describe_status(self, now: float) -> tuple[str | None, str | None]:
+        """Return the status of the machine and its message; both None at first."""
         if self.stopped:
             return "exited", "stopped"
         if self.fate in {"exited", "offline", "unknown"}:

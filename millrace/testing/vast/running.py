@@ -1,4 +1,4 @@
-"""Machines that run: reports of made up ones, and processes of real ones."""
+"""Running machines: reports of simulated ones, and processes of real ones."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from millrace.testing.vast.world import World
 
 
 def write_report(one: StandInInstance, name: str, body: Any) -> None:
-    """Write what a machine says into the folder that it was given."""
+    """Write a report of a simulated machine into its folder."""
     order = one.order
     assert order is not None
     path = Path(order["store"]["url"].removeprefix("file://")) / order["prefix"] / name
@@ -29,9 +29,9 @@ def write_report(one: StandInInstance, name: str, body: Any) -> None:
 
 
 def run_onstart(one: StandInInstance, home: Path, world: World) -> "subprocess.Popen[bytes]":
-    """Run a machine's onstart in its own folder and process namespace, with a clean environment.
+    """Run the onstart of a real machine in its own folder and process namespace.
 
-    All processes that the onstart starts end with it.
+    The environment is clean. All processes that the onstart starts end with it.
     """
     home.mkdir(parents=True, exist_ok=True)
     variables = {
@@ -59,9 +59,9 @@ def run_onstart(one: StandInInstance, home: Path, world: World) -> "subprocess.P
 
 
 def _make_image_environment(world: World) -> dict[str, str]:
-    """Return the environment of an image with packages, setuptools among them.
+    """Return environment variables for an image that has packages, including setuptools.
 
-    pip finds the packages there. Without an index it asks none.
+    pip finds the packages of the image. It contacts no index unless the world has one.
     """
     if not world.image:
         return {}
@@ -70,14 +70,14 @@ def _make_image_environment(world: World) -> dict[str, str]:
         return packages
     return packages | {
         "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it the other way round: no isolation
+        "PIP_NO_BUILD_ISOLATION": "0",  # false disables the isolation
         "PIP_CONFIG_FILE": os.devnull,
     }
 
 
 @cache
 def _find_namespace_command() -> tuple[str, ...]:
-    """Return the prefix of a command that runs in its own process namespace, if possible."""
+    """Return the command prefix for a new process namespace; empty if there can be none."""
     apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     for ways in (apart, ("unshare", "--user", "--map-root-user", *apart[1:])):
         if subprocess.run([*ways, "true"], capture_output=True, check=False).returncode == 0:
@@ -86,7 +86,7 @@ def _find_namespace_command() -> tuple[str, ...]:
 
 
 def end_process(one: StandInInstance) -> None:
-    """End the process of a real machine, and remove its folder."""
+    """Kill the process of a real machine, and remove its folder."""
     if one.process is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(one.process.pid, signal.SIGKILL)

@@ -1,34 +1,34 @@
-"""World that a test begins with."""
+"""Initial state of the server in a test."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class World:
-    """World that a test begins with.
+    """Hosts, account and behaviour of the server from a reset on.
 
     Attributes:
-        seed: Of all that is drawn.
-        machines: How many hosts there are.
-        fates: What becomes of machines, and how likely each is.
-        first: What becomes of the machine that costs least.
-        faults: How likely each fault of a request is: see ``FAULTS``.
-        program: Seconds that a made up program runs.
-        rate: How fast the clock goes by itself: 0 only when it is told to.
-        real: Whether machines are run for real.
-        image: Where the packages are that a real machine's image has, for its Python to find.
-        index: Whether a machine with such an image may fetch further packages from pip's index.
-        credit: Dollars of the account; none left, and nothing can be rented.
-        lag: Seconds after which a machine comes to be seen in the listing.
-        late: The same for a machine whose create is ``lost, listed late``.
+        seed: Seed of all random choices.
+        machines: Number of hosts.
+        fates: Probability of each fate of a machine. See `StandInInstance.fate`.
+        first: Fate of the cheapest machine.
+        faults: Probability of each fault of a request. See ``FAULTS``.
+        program: Seconds that a simulated program runs.
+        rate: Seconds of the clock per real second; 0 for a clock that only `advance` moves.
+        real: Whether machines run as processes; by default they are simulated.
+        image: Folder of the Python packages in the image of a real machine; empty for none.
+        index: Whether a machine with such an image can download packages from pip's index.
+        credit: Dollars of the account. Nothing can be rented without credit.
+        lag: Seconds after its creation before a machine is listed.
+        late: Value of `lag` for a machine whose creation had the fault ``lost, listed late``.
         strict: Whether requests below the interval are refused.
     """
 
     seed: int = 0
     machines: int = 12
-    fates: dict[str, float] = field(default_factory=dict)
+    fates: dict[str, float] = field(default_factory=dict[str, float])
     first: str = ""
-    faults: dict[str, float] = field(default_factory=dict)
+    faults: dict[str, float] = field(default_factory=dict[str, float])
     program: float = 1e9
     rate: float = 0.0
     real: bool = False

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from boto3.s3.transfer import TransferConfig
 
-from benchmarks.rig.store import Fault, FaultKind, Store
+from benchmarks.rig.store import FaultKind, RigFault, RigStore
 from blocks import Bucket, BucketRole
 from millrace.formatting import format_size
 from millrace.testing.rgw import RGW
@@ -62,9 +62,9 @@ def test_every_node_is_warmed_with_credentials_from_a_block(
 @pytest.fixture
 def counted(
     prefect_api: PrefectServer, tmp_path: Path
-) -> Iterator[tuple[Store, dict[str, object]]]:
+) -> Iterator[tuple[RigStore, dict[str, object]]]:
     """A store that counts and stalls, and the parameter that refers to its block."""
-    with Store.start(tmp_path / "objects") as store:
+    with RigStore.start(tmp_path / "objects") as store:
         name = f"bucket-{uuid.uuid4().hex[:8]}"
         pair = make_aws_credentials(store.key, store.endpoint)
         pair.save(f"{name}-read")
@@ -78,12 +78,12 @@ def test_a_cancelled_run_stops_and_the_next_one_fetches_what_is_missing(
     deployed: PrefectServer,
     ray_worker: Worker,
     ray_cluster: RayCluster,
-    counted: tuple[Store, dict[str, object]],
+    counted: tuple[RigStore, dict[str, object]],
 ) -> None:
     store, files = counted
     body = os.urandom(8 << 20)
     store.put("large.bin", body)
-    store.inject_fault(Fault(FaultKind.STALL, offset=7 << 20, times=None, seconds=60))
+    store.inject_fault(RigFault(FaultKind.STALL, offset=7 << 20, times=None, seconds=60))
 
     first = deployed.start(PREWARM, watch=False, files=[files], root=f"${DISK}/cancelled")
     wait_until(

@@ -34,8 +34,8 @@ class Lie:
     """Description that the store gives of an object.
 
     Attributes:
-        size: Its size in bytes; None for the true one.
-        modified: When it was written; None for the true time.
+        size: Size in bytes; None for the true size.
+        modified: Time of the last write; None for the true time.
     """
 
     size: int | None = None
@@ -48,8 +48,8 @@ class Asked:
 
     Attributes:
         requests: Number of all requests.
-        read: How often an object was read or described.
-        listed: How often a listing showed it.
+        read: Number of reads and descriptions of each object.
+        listed: Number of listings with each object.
         sent: Most bytes that one answer sent of it.
     """
 

@@ -66,7 +66,7 @@ class World:
         server: The stand-in.
         key: Key of the account.
         foreign: Machines of others with the same account.
-        fate: What becomes of the cheapest machine.
+        fate: Fate of the cheapest machine.
         planted: Machines that bear the label of one of ours.
         refused: Errors that ended a call which had to end well.
     """
@@ -128,7 +128,7 @@ class World:
         """Call, and note an error that it must not raise, and what its report must say.
 
         Args:
-            call: What is called.
+            call: Function to call.
             ends: Whether it returns only when the programs of all machines have ended.
         """
         said = ""
@@ -153,7 +153,7 @@ class World:
 
         Args:
             result: Result of the flow.
-            until: When the last machine had to be back, by the stand-in's clock.
+            until: Time by which all machines must be destroyed, by the stand-in's clock.
             attended: Whether an owner was there all the time, which releases expensive machines.
         """
         books = self.server.list_machines()

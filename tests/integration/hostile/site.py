@@ -79,7 +79,7 @@ class Site:
         seed: Seed of all chance.
         genuine: Objects of an undisturbed run, by their keys: hostile ones resemble them.
         junk: Hostile objects that were written.
-        said: What the flow has told: events, warnings, reasons.
+        said: Events, warnings and reasons that the flow has reported.
         blamed: Texts that one line of what it has told must have, each list of another line: the
             name of a sender, and what is wrong with what it sent.
         unread: Hostile files, and their time of access when they were written.
@@ -265,9 +265,9 @@ class Ended:
     """Result of a run.
 
     Attributes:
-        result: What the flow's act returned.
+        result: Result of the flow.
         error: Error that it raised, with its traceback; or that the process died, or hung.
-        said: What it has told.
+        said: Lines that the flow has reported.
         blamed: As of `Site`.
         junk: Kinds and keys of the hostile objects.
         read: Kinds of hostile files that were read.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.rig import Rig, RigError
-from benchmarks.rig.ray_nodes import RayNodes
+from benchmarks.rig.ray_nodes import RigRayNodes
 
 pytestmark = pytest.mark.soak
 
@@ -38,12 +38,12 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def cluster(rig: Rig) -> Iterator[RayNodes]:
-    with RayNodes.start(rig, head_cpus=0, cpus=2) as cluster:
+def cluster(rig: Rig) -> Iterator[RigRayNodes]:
+    with RigRayNodes.start(rig, head_cpus=0, cpus=2) as cluster:
         yield cluster
 
 
-def run(rig: Rig, cluster: RayNodes, script: str) -> str:
+def run(rig: Rig, cluster: RigRayNodes, script: str) -> str:
     return rig.nodes[0].run([sys.executable, "-c", script], env=cluster.environment)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig import DISK, GOODPUT, Host, Rig, RigError
+from benchmarks.rig import DISK, GOODPUT, Rig, RigError, RigHost
 from benchmarks.rig.hosts import REPOSITORY
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 
 MIB = 1 << 20
 RATE = 100  # Mbit/s
@@ -58,7 +58,7 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", *arguments]
 
 
-def rate(sender: Host, receiver: Host, size: int = 6 * MIB) -> float:
+def rate(sender: RigHost, receiver: RigHost, size: int = 6 * MIB) -> float:
     """MB/s at which one sends to the other."""
     with sender.popen(python(SEND, str(size)), stdout=subprocess.PIPE) as sending:
         assert sending.stdout is not None
@@ -203,7 +203,7 @@ def test_a_command_that_fails_or_takes_too_long_says_so(rig):
 
 
 def test_a_store_in_a_host_is_reached_by_the_others_and_counts(rig):
-    with Store.start(DISK / "objects", rig.store) as store:
+    with RigStore.start(DISK / "objects", rig.store) as store:
         store.generate("a", MIB)
         code = "import json,sys,obstore;from obstore.store import S3Store;"
         code += "print(len(obstore.get(S3Store(**json.loads(sys.argv[1])),'a').bytes()))"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace import errors
 from millrace.keys.datasets import DatasetKeys
 from millrace.storage import StoreSpec, open_store
@@ -48,16 +48,16 @@ SHARDS = {
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigStore]:
     """A store whose ETags are MD5s, and that counts what it sends."""
-    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+    with RigStore.start(tmp_path_factory.mktemp("objects")) as store:
         for name, body in CONTENTS.items():
             store.put(f"data/{name}", body)
         yield store
 
 
 @pytest.fixture(params=["md5", "nothing"])
-def spec(request: pytest.FixtureRequest, tmp_path: Path, rig: Store) -> StoreSpec:
+def spec(request: pytest.FixtureRequest, tmp_path: Path, rig: RigStore) -> StoreSpec:
     """A store that says by its ETags what the objects are, or a folder, of which nothing does."""
     if request.param == "md5":
         return make_spec(rig)

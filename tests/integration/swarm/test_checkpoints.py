@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ByteSize
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace import errors
 from millrace.checkpoints import Saver, SaveSettings, load
 from millrace.keys.checkpoints import CheckpointKeys
@@ -18,7 +18,7 @@ from tests.support.swarm.swarms import make_settings, make_spec, running
 def test_every_node_loads_what_left_the_store_once(tmp_path: Path) -> None:
     keys = CheckpointKeys("runs/one")
     state = {"w": torch.arange(200_000.0), "lr": 0.1}
-    with Store.start(tmp_path / "objects") as store, running(tmp_path, 3) as agents:
+    with RigStore.start(tmp_path / "objects") as store, running(tmp_path, 3) as agents:
         bucket = open_store(make_spec(store))
         with Saver(bucket, keys.job, SaveSettings(part_bytes=ByteSize(1 << 17))) as saver:
             saved = saver.save(state, step=7).result()

@@ -20,8 +20,8 @@ import pytest
 from pydantic import SecretStr
 
 from benchmarks.rig import DISK, Rig
-from benchmarks.rig import Host as Machine
-from benchmarks.rig.store import Store
+from benchmarks.rig import RigHost as Machine
+from benchmarks.rig.store import RigStore
 from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, server, tls
@@ -110,7 +110,7 @@ def between_nodes(frames: bytes, store: str) -> bytes:
     return bytes(kept)
 
 
-def warm(rig: Rig, store: Store, code: str) -> list[dict[str, Any]]:
+def warm(rig: Rig, store: RigStore, code: str) -> list[dict[str, Any]]:
     settings = {
         "requests": [{"key": NAME}],
         "stores": {"store": store.make_settings()},
@@ -131,7 +131,7 @@ def test_who_listens_at_a_node_learns_nothing_of_what_goes_between_nodes(rig, pl
     code, root = PLAIN if plain else "", DISK / f"root-{plain}"
     body = MARKER * (4 * MIB // len(MARKER))
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(Store.start(DISK / f"objects-{plain}", rig.store))
+        store = stack.enter_context(RigStore.start(DISK / f"objects-{plain}", rig.store))
         store.put(NAME, body)
         for machine in rig.nodes:
             stack.enter_context(started(machine, root, code))
@@ -183,7 +183,7 @@ class Between:
 
     Attributes:
         agent: Port of the agent.
-        heard: What it has decrypted.
+        heard: Decrypted bytes.
     """
 
     agent: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace.errors import ConfigurationError
 from millrace.swarm import Host, Hosts, PrewarmSettings, RayNodes, Request, needs_files
 from tests.ray_cluster import DISK, RayCluster
@@ -109,12 +109,12 @@ print(json.dumps(sorted(said)))
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigStore]:
+    with RigStore.start(tmp_path_factory.mktemp("objects")) as store:
         yield store
 
 
-def drive(cluster: RayCluster, store: Store, root: str, code: str, **request: Any) -> list[str]:
+def drive(cluster: RayCluster, store: RigStore, root: str, code: str, **request: Any) -> list[str]:
     """Run a driver whose tasks need the files of a store."""
     settings = PrewarmSettings(
         requests=(Request(**(request or {"prefix": ""})),),

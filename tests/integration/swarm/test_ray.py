@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace.swarm import PrewarmSettings, RayNodes, Request
 from tests.ray_cluster import DISK, RayCluster
 from tests.support.swarm.swarms import make_spec, read_files, reveal_settings
@@ -23,8 +23,8 @@ print(json.dumps(asdict(prewarm(settings))))
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigStore]:
+    with RigStore.start(tmp_path_factory.mktemp("objects")) as store:
         yield store
 
 
@@ -37,7 +37,7 @@ millrace.cluster.make_node_name = lambda node: "node"
 
 def warm(
     cluster: RayCluster,
-    store: Store,
+    store: RigStore,
     root: str,
     *,
     code: str = "",

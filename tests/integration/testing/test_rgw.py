@@ -147,5 +147,5 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
     (tmp_path / "letter.txt").write_text("dear diary")
-    with pytest.raises(RuntimeError, match="name another folder"):
+    with pytest.raises(RuntimeError, match="use another folder"):
         RGW.start(tmp_path)

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from obstore.exceptions import GenericError, PermissionDeniedError, PreconditionError
 from obstore.store import S3Store
 
-from benchmarks.rig.store import Fault, FaultKind, ObjectCounts, Store
+from benchmarks.rig.store import FaultKind, ObjectCounts, RigFault, RigStore
 from millrace.testing.key import Key, connect
 
 MIB = 1 << 20
@@ -23,34 +23,34 @@ SIZE = 3 * MIB + 5
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory) -> Iterator[Store]:
+def running(tmp_path_factory) -> Iterator[RigStore]:
     folder: Path = tmp_path_factory.mktemp("store")
     (folder / "there").mkdir()
     (folder / "there" / "already é+").write_bytes(b"0123456789")
-    with Store.start(folder) as store:
+    with RigStore.start(folder) as store:
         yield store
 
 
 @pytest.fixture
-def store(running: Store) -> Store:
+def store(running: RigStore) -> RigStore:
     running.generate("a", SIZE)
     running.reset()
     return running
 
 
 @pytest.fixture
-def client(store: Store) -> S3Store:
+def client(store: RigStore) -> S3Store:
     return patient(store, 0)
 
 
 @pytest.fixture
-def whole(client: S3Store, store: Store) -> bytes:
+def whole(client: S3Store, store: RigStore) -> bytes:
     body = bytes(obstore.get(client, "a").bytes())
     store.reset()
     return body
 
 
-def patient(store: Store, retries: int) -> S3Store:
+def patient(store: RigStore, retries: int) -> S3Store:
     return store.make_client(
         retry_config={"max_retries": retries, "backoff": {"init_backoff": timedelta(seconds=0.01)}}
     )
@@ -113,7 +113,7 @@ def test_a_read_of_what_was_replaced_is_refused(client, store):
 
 
 def test_what_is_being_sent_when_it_is_replaced_is_sent_to_its_end(client, store, whole):
-    store.inject_fault(Fault(FaultKind.STALL, seconds=0.5))
+    store.inject_fault(RigFault(FaultKind.STALL, seconds=0.5))
     arriving = obstore.get(client, "a")
     store.put("a", bytes(SIZE))
     assert bytes(arriving.bytes()) == whole
@@ -217,7 +217,7 @@ def test_bytes_and_requests_are_counted_by_object_and_forgotten_on_reset(client,
 
 def test_one_bit_is_flipped_in_the_next_bodies_that_cover_the_offset(client, store, whole):
     place = MIB + 7
-    store.inject_fault(Fault(FaultKind.FLIP, key="a", offset=place, times=2))
+    store.inject_fault(RigFault(FaultKind.FLIP, key="a", offset=place, times=2))
     store.put("b", bytes(2 * MIB))
     assert bytes(obstore.get(client, "b").bytes()) == bytes(2 * MIB)
     assert bytes(obstore.get_range(client, "a", start=0, end=place)) == whole[:place]
@@ -234,20 +234,20 @@ def test_one_bit_is_flipped_in_the_next_bodies_that_cover_the_offset(client, sto
 
 
 def test_a_body_is_cut_off_and_no_more_of_it_is_counted(client, store, whole):
-    store.inject_fault(Fault(FaultKind.TRUNCATE, offset=1000))
+    store.inject_fault(RigFault(FaultKind.TRUNCATE, offset=1000))
     url = obstore.sign(client, "GET", "a", timedelta(minutes=5))
     with pytest.raises(http.client.IncompleteRead) as cut:
         raw(url)
     assert cut.value.partial == whole[:1000]
     assert store.read_counts().bytes == 1000
     assert store.read_counts().fired == {"truncate": 1}
-    store.inject_fault(Fault(FaultKind.TRUNCATE, times=2))
+    store.inject_fault(RigFault(FaultKind.TRUNCATE, times=2))
     assert bytes(obstore.get(patient(store, 3), "a").bytes()) == whole
     assert store.read_counts().fired == {"truncate": 3}
 
 
 def test_a_range_is_denied_as_often_as_asked(client, store):
-    store.inject_fault(Fault(FaultKind.DENY, key="a", offset=MIB, times=2))
+    store.inject_fault(RigFault(FaultKind.DENY, key="a", offset=MIB, times=2))
     obstore.get_range(client, "a", start=0, length=10)
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
@@ -259,7 +259,7 @@ def test_a_range_is_denied_as_often_as_asked(client, store):
 def test_a_seeded_share_of_requests_fails(client, store):
     def outcomes() -> list[bool]:
         store.reset()
-        store.inject_fault(Fault(FaultKind.ERROR, operation="", times=None, share=0.3, seed=7))
+        store.inject_fault(RigFault(FaultKind.ERROR, operation="", times=None, share=0.3, seed=7))
         seen: list[bool] = []
         for _ in range(100):
             try:
@@ -277,7 +277,7 @@ def test_a_seeded_share_of_requests_fails(client, store):
 
 
 def test_a_stalled_body_is_silent_for_its_time_then_goes_on(client, store, whole):
-    store.inject_fault(Fault(FaultKind.STALL, seconds=0.7))
+    store.inject_fault(RigFault(FaultKind.STALL, seconds=0.7))
     began = time.monotonic()
     assert bytes(obstore.get(client, "a").bytes()) == whole
     assert time.monotonic() - began > 0.7
@@ -285,11 +285,11 @@ def test_a_stalled_body_is_silent_for_its_time_then_goes_on(client, store, whole
 
 
 def test_a_reset_ends_faults_that_wait(client, store, whole):
-    store.inject_fault(Fault(FaultKind.DENY, times=None))
+    store.inject_fault(RigFault(FaultKind.DENY, times=None))
     store.reset()
     assert bytes(obstore.get(client, "a").bytes()) == whole
 
 
 def test_a_fault_that_could_befall_nothing_is_refused():
     with pytest.raises(ValueError, match="body"):
-        Fault(FaultKind.FLIP, operation="PutObject")
+        RigFault(FaultKind.FLIP, operation="PutObject")

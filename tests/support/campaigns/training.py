@@ -38,8 +38,8 @@ class FakeWorkers:
 
     Attributes:
         is_over: Whether they have ended.
-        failure: What `raise_failure` raises.
-        checks: How often a failure was looked for.
+        failure: Exception that `raise_failure` raises.
+        checks: Calls so far.
     """
 
     is_over: bool = False

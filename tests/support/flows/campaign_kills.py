@@ -37,10 +37,10 @@ class Killed:
     """Result of a campaign whose leader was killed.
 
     Attributes:
-        at: Where it was killed.
-        wrong: What is not as it should be, in sentences.
-        machines: That were rented in all.
-        log: What the leaders printed.
+        at: Boundaries at which the leader was killed.
+        wrong: Sentences about wrong results.
+        machines: Number of machines that were rented.
+        log: Output of the leaders.
     """
 
     at: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ def kill_and_go_on(site: Site, at: list[str]) -> Killed:
     """Have the leader killed at each of these boundaries, and the next one go on.
 
     Args:
-        site: Where.
+        site: Site of the campaign.
         at: The boundaries, each once, if it comes: see `tests.support.flows.campaign_child`.
     """
     killed, left = Killed(), list(at)

@@ -28,10 +28,10 @@ class Account_:  # noqa: N801 - `Account` is the engine's
     """An account at the stand-in.
 
     Attributes:
-        server: Where.
-        key: Of the account.
-        folder: Its store.
-        told: What was reported.
+        server: Stand-in with the account.
+        key: API key of the account.
+        folder: Folder of the store.
+        told: Reported events.
     """
 
     def __init__(self, server: VastServer, key: str, folder: Path) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace.swarm import Request
 
 MIB = 1 << 20
 
 
-def fill(store: Store, prefix: str) -> dict[str, bytes]:
+def fill(store: RigStore, prefix: str) -> dict[str, bytes]:
     """Objects of all sizes below a prefix; what a node must then have."""
     sizes = {"large.bin": 9 * MIB + 17, "even.bin": 2 * MIB, "empty": 0, "sub/one": 1}
     sizes |= {f"sub/small-{i:03d}.txt": 700 * i for i in range(60)}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers import spec
 from millrace.progress import Event
 from millrace.storage import StoreSpec
@@ -229,7 +229,7 @@ def stop(agent: Agent) -> None:
     agent.process.stdout.close()
 
 
-def make_spec(store: Store) -> StoreSpec:
+def make_spec(store: RigStore) -> StoreSpec:
     return spec.make_spec(store.make_config())
 
 
@@ -239,7 +239,7 @@ def reveal_settings(settings: PrewarmSettings) -> dict[str, Any]:
     return {**settings.model_dump(mode="json"), "stores": stores}
 
 
-def make_settings(store: Store | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
+def make_settings(store: RigStore | StoreSpec, agents: list[Agent], **more: Any) -> PrewarmSettings:
     """Everything of a store, on every node."""
     values: dict[str, Any] = {
         "requests": [Request(prefix="")],

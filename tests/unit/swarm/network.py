@@ -42,7 +42,7 @@ class Network:
         delay: Mean seconds that a flow begins late.
         seed: Seed of both.
         now: Simulated time in seconds.
-        ready: When each node had every piece.
+        ready: Time at which each node had every piece.
         store_bytes: Bytes that left the store.
         crossed: Bytes that crossed each shared link.
     """

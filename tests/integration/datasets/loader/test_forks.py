@@ -437,7 +437,7 @@ class Training:
         """Train from what was saved up to a number of epochs.
 
         Args:
-            saved: What another training has saved.
+            saved: State that another training has saved.
             epochs: Number of epochs.
             others: Whether the other training had another number of workers.
         """

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from tests.support.swarm.swarms import Agent, running
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with Store.start(tmp_path_factory.mktemp("objects")) as store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigStore]:
+    with RigStore.start(tmp_path_factory.mktemp("objects")) as store:
         yield store
 
 
 @pytest.fixture(autouse=True)
-def fresh(store: Store) -> None:
+def fresh(store: RigStore) -> None:
     store.reset()
 
 

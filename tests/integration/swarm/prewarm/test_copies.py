@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.store import Store
+from benchmarks.rig.store import RigStore
 from millrace import errors
 from millrace.storage import StoreSpec
 from millrace.swarm import (
@@ -140,7 +140,7 @@ def test_an_object_that_is_asked_for_in_two_ways_is_refused(store, nodes):
 
 @pytest.mark.parametrize("bodies", [(b"one", b"two!"), (b"same", b"same")])
 def test_buckets_of_two_servers_with_one_name_are_two_stores(store, nodes, tmp_path, bodies):
-    with Store.start(tmp_path / "other") as other:
+    with RigStore.start(tmp_path / "other") as other:
         stores = {"one": store, "two": other}
         for each, body in zip(stores.values(), bodies, strict=True):
             each.put("model.bin", body)

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from pydantic import SecretStr
 
-from benchmarks.rig.store import Fault, FaultKind
+from benchmarks.rig.store import FaultKind, RigFault
 from millrace import errors
 from millrace.swarm import Host, Hosts, LimitSettings, prewarm, protocol, tls
 from millrace.swarm.driving import agent_client, stragglers
@@ -226,7 +226,7 @@ def test_a_late_node_joins_a_run(store, nodes, tmp_path):
     stop(nodes[2])
     port = int(nodes[2].url.rpartition(":")[2])
     store.inject_fault(
-        Fault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=6)
+        RigFault(FaultKind.STALL, key="late/large.bin", offset=0, times=None, seconds=6)
     )
 
     def come() -> None:

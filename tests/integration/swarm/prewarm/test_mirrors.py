@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.store import Fault, FaultKind, Store
+from benchmarks.rig.store import FaultKind, RigFault, RigStore
 from millrace.swarm import Request, prewarm
 from tests.support.swarm.prewarms import MIB, below, fill
 from tests.support.swarm.swarms import make_settings, make_spec, read_files
 
 
 @pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[Store]:
-    with Store.start(tmp_path / "mirror") as started:
+def mirror(tmp_path: Path) -> Iterator[RigStore]:
+    with RigStore.start(tmp_path / "mirror") as started:
         yield started
 
 
-def warm(store: Store, mirror: Store, nodes, prefix: str):
+def warm(store: RigStore, mirror: RigStore, nodes, prefix: str):
     mirrors = {"s": [make_spec(mirror)]}
     report = prewarm(make_settings(store, nodes, mirrors=mirrors, **below(prefix)))
     assert [node.reason for node in report.nodes] == [""] * 3
@@ -37,7 +37,7 @@ def test_the_store_and_its_mirror_take_turns(store, mirror, nodes):
 def test_a_mirror_serves_all_if_the_store_fails_after_the_start(store, mirror, nodes):
     contents = fill(store, "fails-later")
     fill(mirror, "fails-later")
-    store.inject_fault(Fault(FaultKind.ERROR, times=None))
+    store.inject_fault(RigFault(FaultKind.ERROR, times=None))
     report = warm(store, mirror, nodes, "fails-later")
     assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert store.read_counts().fired["error"] > 0
@@ -60,7 +60,7 @@ def test_objects_that_differ_or_are_missing_are_not_read_there(store, mirror, no
 def test_an_object_that_changes_in_the_mirror_is_read_from_the_store(store, mirror, nodes):
     contents = fill(store, "changes")
     fill(mirror, "changes")
-    mirror.inject_fault(Fault(FaultKind.DENY, key="changes/large.bin", times=None))
+    mirror.inject_fault(RigFault(FaultKind.DENY, key="changes/large.bin", times=None))
     warm(store, mirror, nodes, "changes")
     assert [read_files(node.root) for node in nodes] == [contents] * 3
     assert mirror.read_counts().fired["deny"] > 0
@@ -73,7 +73,7 @@ def test_wrong_bytes_of_a_mirror_get_no_final_name(store, mirror, nodes, digest,
     body, key = hashlib.shake_256(b"wrong").digest(40 * MIB + 17), f"wrong/{digest}"
     for server in (store, mirror):
         server.put(key, body)
-    mirror.inject_fault(Fault(FaultKind.FLIP, key=key, times=None))
+    mirror.inject_fault(RigFault(FaultKind.FLIP, key=key, times=None))
     sha256 = hashlib.sha256(body).hexdigest() if digest == "sha256" else None
     settings = make_settings(
         store,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.store import Fault, FaultKind, Store
+from benchmarks.rig.store import FaultKind, RigFault, RigStore
 from millrace import errors
 from millrace.swarm import Request, Unpacking, prewarm
 from tests.support.swarm.prewarms import MIB, below, fill, mounted, tarred
@@ -25,7 +25,7 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
     contents = fill(store, "broken-off")
     settings = make_settings(store, nodes, **below("broken-off"))
     store.inject_fault(
-        Fault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60)
+        RigFault(FaultKind.STALL, key="broken-off/large.bin", offset=9 * MIB, seconds=60)
     )
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.9, stop_here))
@@ -41,7 +41,9 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(store, nodes):
 def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_path):
     contents = fill(store, "journal")
     settings = make_settings(store, nodes[:1], **below("journal"))
-    store.inject_fault(Fault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60))
+    store.inject_fault(
+        RigFault(FaultKind.STALL, key="journal/large.bin", offset=9 * MIB, seconds=60)
+    )
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])
@@ -52,11 +54,11 @@ def test_an_agent_that_was_killed_goes_on_from_its_journal(store, nodes, tmp_pat
     assert report.nodes[0].cached > 0.5 * report.size
 
 
-def broken_off(store: Store, agent: Agent, prefix: str, **more: object) -> int:
+def broken_off(store: RigStore, agent: Agent, prefix: str, **more: object) -> int:
     """Run until half of the bytes are there, and an object stalls; bytes that left the store."""
 
     key = f"{prefix}/large.bin"
-    store.inject_fault(Fault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
+    store.inject_fault(RigFault(FaultKind.STALL, key=key, offset=9 * MIB, seconds=60, times=None))
     settings = make_settings(store, [agent], **(below(prefix) | more))
     with pytest.raises(EnoughError):
         prewarm(settings, progress=Heard(0.5, stop_here))
@@ -165,7 +167,9 @@ def test_a_folder_that_was_being_unpacked_is_removed(store, nodes):
     store.put("other", b"other")
     request = Request(key="half.tar", unpack=Unpacking.TAR)
     settings = make_settings(store, nodes[:1], requests=[request])
-    store.inject_fault(Fault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None))
+    store.inject_fault(
+        RigFault(FaultKind.STALL, key="half.tar", offset=len(body) - 100, times=None)
+    )
     with pytest.raises(errors.WorkerError, match=r"no longer answers|orders"):
         prewarm(settings, progress=Heard(0.7, nodes[0].kill))
     stop(nodes[0])

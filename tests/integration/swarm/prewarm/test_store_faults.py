@@ -7,7 +7,7 @@ from datetime import timedelta
 import obstore
 import pytest
 
-from benchmarks.rig.store import Fault, FaultKind
+from benchmarks.rig.store import FaultKind, RigFault
 from millrace import errors
 from millrace.storage import fetch_stored_sha256, open_store
 from millrace.swarm import LimitSettings, Request, prewarm
@@ -19,9 +19,9 @@ from tests.support.swarm.swarms import Heard, make_settings, make_spec, read_fil
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(FaultKind.DENY, times=2),
-        Fault(FaultKind.ERROR, times=None, share=0.3, seed=1),
-        Fault(FaultKind.TRUNCATE, times=6),
+        RigFault(FaultKind.DENY, times=2),
+        RigFault(FaultKind.ERROR, times=None, share=0.3, seed=1),
+        RigFault(FaultKind.TRUNCATE, times=6),
     ],
     ids=lambda fault: fault.kind,
 )
@@ -40,7 +40,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again(store, nodes, fault):
 
 def test_a_store_that_keeps_refusing_is_said(store, nodes):
     fill(store, "refuses")
-    store.inject_fault(Fault(FaultKind.DENY, key="refuses/large.bin", times=None))
+    store.inject_fault(RigFault(FaultKind.DENY, key="refuses/large.bin", times=None))
     store_timeout = timedelta(seconds=1)
     with pytest.raises(errors.DeniedError, match=r"refuses/large\.bin could not be read"):
         prewarm(make_settings(store, nodes, store_timeout=store_timeout, **below("refuses")))
@@ -50,7 +50,7 @@ def test_a_wrong_read_of_an_object_with_a_digest_is_found_and_read_again(store, 
     contents = fill(store, "flip")
     body = contents["large.bin"]
     request = Request(key="flip/large.bin", sha256=hashlib.sha256(body).hexdigest())
-    store.inject_fault(Fault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
+    store.inject_fault(RigFault(FaultKind.FLIP, key="flip/large.bin", offset=5 * MIB))
     heard = Heard()
     report = prewarm(make_settings(store, nodes, requests=[request]), progress=heard)
     assert [read_files(node.root) for node in nodes] == [{"flip/large.bin": body}] * 3
@@ -66,7 +66,7 @@ def test_a_digest_that_the_store_keeps_is_what_an_object_must_be(store, nodes):
     store.put("not-kept", b"other")
     assert fetch_stored_sha256(origin, "kept") == f"sha256:{hashlib.sha256(body).hexdigest()}"
     assert fetch_stored_sha256(origin, "not-kept") == fetch_stored_sha256(origin, "not-there") == ""
-    store.inject_fault(Fault(FaultKind.FLIP, key="kept", offset=MIB))
+    store.inject_fault(RigFault(FaultKind.FLIP, key="kept", offset=MIB))
     heard = Heard()
     requests = [Request(key="kept"), Request(key="not-kept")]
     report = prewarm(make_settings(store, nodes, requests=requests), progress=heard)
@@ -85,7 +85,7 @@ def test_an_object_that_is_not_what_its_digest_says_gets_no_final_name(store, no
 
 def test_an_object_that_is_not_the_md5_of_its_etag_gets_no_final_name(store, nodes):
     contents = fill(store, "rotten")
-    store.inject_fault(Fault(FaultKind.FLIP, key="rotten/even.bin", offset=MIB, times=None))
+    store.inject_fault(RigFault(FaultKind.FLIP, key="rotten/even.bin", offset=MIB, times=None))
     with pytest.raises(errors.CorruptError, match=r"rotten/even\.bin does not have the MD5"):
         prewarm(make_settings(store, nodes, **below("rotten")))
     for node in nodes:
@@ -97,7 +97,7 @@ def test_an_object_that_is_not_the_md5_of_its_etag_gets_no_final_name(store, nod
 def test_an_object_that_is_replaced_meanwhile_stops_the_run(store, nodes):
     contents = fill(store, "replaced")
     replaced = b"x" * len(contents["large.bin"])
-    store.inject_fault(Fault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
+    store.inject_fault(RigFault(FaultKind.STALL, key="replaced/even.bin", offset=0, seconds=1))
     heard = Heard(0.0, lambda: store.put("replaced/large.bin", replaced))
     one_at_a_time = LimitSettings(store_reads=1)  # the first is stalled, large.bin comes after it
     with pytest.raises(errors.ChangedError, match=r"replaced/large\.bin was replaced"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from benchmarks.rig.store import Fault, FaultKind
+from benchmarks.rig.store import FaultKind, RigFault
 from millrace import errors
 from millrace.swarm import Request, Unpacking, preview, prewarm
 from tests.support.swarm.prewarms import MIB, below, fill, mounted, tarred
@@ -243,7 +243,7 @@ def test_a_bad_archive_costs_only_itself(store, nodes):
     store.put("first.tar", os.urandom(2000))
     archive = Request(key="first.tar", unpack=Unpacking.TAR)
     settings = make_settings(store, nodes, requests=[archive, Request(prefix="behind")])
-    slow = Fault(FaultKind.STALL, key="behind/large.bin", offset=0, seconds=2)
+    slow = RigFault(FaultKind.STALL, key="behind/large.bin", offset=0, seconds=2)
     store.inject_fault(slow)
     with pytest.raises(errors.WorkerError, match=r"first\.tar was not unpacked.*no tar"):
         prewarm(settings)
