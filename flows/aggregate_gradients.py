@@ -69,7 +69,7 @@ def aggregate_gradients(
             `bucket`.
         max_windows: Largest number of windows to merge; by default all until the run is over.
         until: Number of the last window to merge.
-        aggregation: When the flow ends without gradients, and which checkpoints are kept.
+        aggregation: Number of windows without gradients that end the flow, and rules of checkpoints.
     """
     shared = bucket if gradients_bucket is None else gradients_bucket
     settings = AggregatorSettings(
