@@ -69,7 +69,7 @@ def aggregate_gradients(
             `bucket`.
         max_windows: Largest number of windows to merge; by default all until the run is over.
         until: Number of the last window to merge.
-        aggregation: Number of windows without gradients that end the flow, and rules of checkpoints.
+        aggregation: Number of windows without gradients that end the flow, and checkpoint rules.
     """
     shared = bucket if gradients_bucket is None else gradients_bucket
     settings = AggregatorSettings(
