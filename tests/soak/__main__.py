@@ -53,7 +53,7 @@ from tests.support.web import Site, serve
 
 CASES = 16  # smallest number of cases with faults: each kind of source, plain and in every format
 FAULT_KILLS = CASES // 2  # smallest number of kills beside faults: two of three cases have some
-FORMAT_KILLS = 16  # number of kills of each kind of source in every format, half beside faults
+FORMAT_KILLS = 20  # number of kills of each kind of source in every format, half beside faults
 PLACE_KILLS = 21  # number of kills of each place of sources, in every format
 STALL_SECONDS = 45.0  # longer than the timeout of a client
 SAVES = 60  # number of saves with a kill
