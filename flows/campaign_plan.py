@@ -217,7 +217,7 @@ class CampaignPlan(_PlanModel):
         if self.training is not None and dataset is not None:
             training = Training(
                 self.name, dataset, self.training, read_store, write_store,
-                make_optional_spec(self.initial_weights_bucket, Right.READ),
+                initial_weights_store=make_optional_spec(self.initial_weights_bucket, Right.READ),
             )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}
         if self.training is not None and isinstance(self.training.machines, RentedWorkerSettings):
