@@ -219,7 +219,7 @@ class CampaignPlan(_PlanModel):
         if self.training is not None and dataset is not None:
             training = Training(
                 self.name, dataset, self.training, read_store, write_store,
-                make_optional_spec(self.initial_weights_bucket, Right.READ),
+                initial_weights_store=make_optional_spec(self.initial_weights_bucket, Right.READ),
                 mirrors=tuple(make_mirror_specs(self.bucket)),
             )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}
