@@ -107,9 +107,9 @@ def _decode(raw: bytes) -> ColumnLayout:
     schema: list[Fields] = described[_SCHEMA].content
     parts: list[ColumnPart] = []
     ends, row_ends = np.cumsum(sizes), np.cumsum(np.maximum(page_counts, 0))
-    for kind, begin, size, end, count, row_end in np.stack(
-        [chosen, begins, sizes, ends, page_counts, row_ends], axis=1
-    ).tolist():
+    numbers = np.stack([chosen, begins, sizes, ends, page_counts, row_ends], axis=1)
+    described_parts: list[list[int]] = numbers.tolist()
+    for kind, begin, size, end, count, row_end in described_parts:
         parts.append(
             ColumnPart(
                 metadata[kind],

@@ -174,8 +174,9 @@ class IndexReader:
     def find(self, file: FileRef) -> IndexedFile | None:
         """Return the entry of a file; None if there is none, or if the file was written since."""
         entry = self._entries.get(file.path)
-        is_same = entry is not None and entry.size == file.size
-        return entry if is_same and _are_equal(entry.etag, file.etag) else None
+        if entry is None or entry.size != file.size or not _are_equal(entry.etag, file.etag):
+            return None
+        return entry
 
     def read_all(self, files: SourceFiles) -> bytes:
         """Return all layouts, verified. One request.

@@ -88,6 +88,7 @@ def test_every_block_of_the_guide_to_loading(
         assert len(lines) == 6
         assert f"s3://{bucket}/my-dataset/shards/pages/train" in first
         assert f"s3://{mirror}/my-dataset/shards/pages/train" in second
+        assert "Files with checksums: 1." in guide.run()
         guide.execute(names)
         sizes = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
         assert sizes
