@@ -14,7 +14,7 @@ from benchmarks.format_peers import READERS, WRITERS, ShardOutput
 from benchmarks.formats import (
     HUB_KINDS,
     READ,
-    Bench,
+    FormatsBench,
     SourceFolder,
     make_settings,
     make_sources,
@@ -82,7 +82,7 @@ def test_the_peer_writes_all_tokens(tmp_path: Path) -> None:
 
 
 def test_a_row_names_its_format_its_part_and_its_library(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, Options(quick=True, file=None), None, None)
+    bench = FormatsBench(tmp_path, Options(quick=True, file=None), None, None)
     bench.results[READ, 1_000] = Results("formats")
     bench.results[READ, 1_000].add("parquet", READERS["parquet"].name, "MB/s", 2.0)
     bench.save(tmp_path / "rows.json")

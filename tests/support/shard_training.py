@@ -7,12 +7,11 @@ it also reports each step of each file in it. At one of the steps, it waits for 
 import json
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from millrace.datasets.loader import ShardLoader, dataset_files
-from millrace.datasets.loader.disk_cache import DiskCache, LentFile
+from millrace.datasets.loader.disk_cache import DiskCache, Download, LentFile
 from millrace.storage import StoreSpec
 
 _reports = threading.Lock()
@@ -28,9 +27,9 @@ class ReportingCache(DiskCache):
 
     stop: list[str] | None = None
 
-    def lend(self, digest: str, size: int, download: Callable[[int], object]) -> LentFile | None:
-        def download_and_report(file: int) -> None:
-            download(file)
+    def lend(self, digest: str, size: int, download: Download) -> LentFile | None:
+        def download_and_report(file: int, damaged: Path | None) -> None:
+            download(file, damaged)
             self.reach("downloaded", digest)
 
         self.reach("wanted", digest)

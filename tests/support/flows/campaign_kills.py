@@ -136,7 +136,8 @@ class Leader:
     """A process that leads the campaign, and is at a boundary, or has ended."""
 
     def __init__(self, site: Site) -> None:
-        self._sink, child = site.log.open("ab"), "tests.support.flows.campaign_child"
+        self._log, child = site.log, "tests.support.flows.campaign_child"
+        self._sink = self._log.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", child, str(site.plan), str(site.grace)],
             cwd=REPOSITORY,
@@ -165,7 +166,8 @@ class Leader:
             yield said["at"]
             self._let_on()
         self.end()
-        raise RuntimeError(f"the leader ended with {self._process.returncode}")
+        log = self._log.read_text(errors="replace")
+        raise RuntimeError(f"the leader ended with {self._process.returncode}:\n{log[-3000:]}")
 
     def kill(self) -> list[psutil.Process]:
         """SIGKILL it, and return the processes that it has started, which go on."""
