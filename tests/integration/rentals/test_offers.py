@@ -1,5 +1,7 @@
 """Offers as the stand-in of Vast.ai answers with them."""
 
+import pytest
+
 from millrace.rentals import OfferRequest, find_offers
 from tests.support.rentals.account import Reset
 from tests.unit.rentals.test_offers import request
@@ -11,10 +13,11 @@ def test_what_costs_least_in_all_comes_first(world: Reset) -> None:
     assert [one.expected_cost for one in short] == sorted(one.dollars_per_hour for one in short)
     heavy = request(duration="1h", download="500GB", upload="100GB")
     offers = find_offers(account.vast, heavy)
-    assert [one.expected_cost for one in offers] == sorted(
+    expected = sorted(
         one.dollars_per_hour + 500 * one.download_dollars_per_gb + 100 * one.upload_dollars_per_gb
         for one in offers
     )
+    assert [one.expected_cost for one in offers] == pytest.approx(expected)
     assert [one.machine_id for one in offers] != [one.machine_id for one in short]
 
 
