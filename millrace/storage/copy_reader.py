@@ -13,7 +13,7 @@ IsOver = Callable[[], bool]
 """Function that tells whether bytes are not needed any more."""
 
 
-class UnprovenCopyError(errors.MillraceError):
+class UnprovenCopyError(errors.ConfigurationError):
     """A copy has no equal ETag, and its bytes would not be checked."""
 
     def __init__(self) -> None:

@@ -741,7 +741,7 @@ def test_an_error_that_no_call_has_raised_is_logged_once_when_the_save_is_droppe
                 saver.save(state_of(1), step=step + 1)
         del saver, saving
         gc.collect()
-        assert dropped.is_set()
+        assert dropped.wait(60)  # until the thread of the save lets go
 
     save_and_drop(7, ask=True)
     assert caplog.messages == []

@@ -30,7 +30,8 @@ def test_a_worker_without_a_right_to_write_does_not_join(
             stat.key for stat in list_objects(whole, prefix)
         }
         return
-    word = {"s3:PutObject": "create", "s3:DeleteObject": "delete"}[action]
-    with pytest.raises(errors.DeniedError, match=f"does not let these credentials {word} objects"):
+    is_kept = action == "s3:DeleteObject"
+    sentence = "allow deletion" if is_kept else "does not let these credentials create objects"
+    with pytest.raises(errors.DeniedError, match=sentence):
         Participant.join(settings, "a", own, whole)
-    assert len(list(list_objects(whole, prefix))) == (word == "delete")  # which the message names
+    assert len(list(list_objects(whole, prefix))) == is_kept  # which the message names
