@@ -64,9 +64,9 @@ class Rules:
     write_interval: float = 1.0
     """Minimum seconds between two writes to one key; 0 means no limit."""
     checks_crc: bool = True
-    """Whether ``x-amz-checksum-crc64nvme`` is checked, stored and repeated, or ignored."""
+    """True to check, store and repeat ``x-amz-checksum-crc64nvme``; False to ignore it."""
     accepts_unsigned: bool = True
-    """Whether UNSIGNED-PAYLOAD is accepted, or refused (403) as by a policy of an S3 bucket."""
+    """False to refuse UNSIGNED-PAYLOAD (403), as a policy of an S3 bucket can."""
 
 
 class R2RefusedError(Exception):

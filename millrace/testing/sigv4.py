@@ -30,7 +30,7 @@ class Signature:
     signed_headers: tuple[str, ...]
     value: str
     presigned: bool
-    """Whether the signature is in the query."""
+    """True if the signature is in the query."""
 
     @property
     def region(self) -> str:
