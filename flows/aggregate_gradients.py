@@ -8,12 +8,12 @@ from millrace.errors import HeldError, MillraceError
 from millrace.gradients import (
     AggregationSettings,
     AggregatorSettings,
-    InitialWeights,
     RunSettings,
 )
 from millrace.storage import Right
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, check_right, make_optional_spec, make_store_spec
+from tasks.initial_weights import InitialWeightsInput
+from tasks.locations import BucketLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, count_merged_windows, report_windows, run_aggregator
 from tasks.run_names import make_field_name
 
@@ -42,9 +42,7 @@ def aggregate_gradients(
     gradients_bucket: BucketLocation | None = None,
     worker_buckets: list[WorkerBucket] | None = None,
     reserves: list[str] | None = None,
-    initial_weights: InitialWeights | None = None,
-    initial_weights_bucket: BucketLocation | None = None,
-    max_windows: PositiveInt | None = None,
+    initial_weights: InitialWeightsInput | None = None,
     until: PositiveInt | None = None,
     aggregation: AggregationSettings | None = None,
 ) -> AggregationResult:
@@ -65,10 +63,7 @@ def aggregate_gradients(
         worker_buckets: Workers that have a bucket of their own.
         reserves: Names of the workers that replace missing ones, in this order.
         initial_weights: Checkpoint that the run begins with, if it has not begun.
-        initial_weights_bucket: Bucket of that checkpoint, with read credentials; by default
-            `bucket`.
-        max_windows: Largest number of windows to merge; by default all until the run is over.
-        until: Number of the last window to merge.
+        until: Number of the last window to merge; by default the last of the run.
         aggregation: Number of windows without gradients that end the flow, and checkpoint rules.
     """
     shared = bucket if gradients_bucket is None else gradients_bucket
@@ -81,9 +76,8 @@ def aggregate_gradients(
         worker_stores={
             each.uid: make_store_spec(each.bucket, Right.READ) for each in worker_buckets or ()
         },
-        initial_weights=initial_weights,
-        initial_weights_store=make_optional_spec(initial_weights_bucket, Right.READ),
-        max_windows=max_windows,
+        initial_weights=initial_weights and initial_weights.make_weights(),
+        initial_weights_store=initial_weights and initial_weights.make_spec(),
         until=until,
         aggregation=aggregation or AggregationSettings(),
     )

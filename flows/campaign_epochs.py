@@ -65,8 +65,7 @@ def make_aggregator(plan: CampaignPlan, training: Training, lease: CampaignLease
             plan.bucket,
             training.run,
             training.uids,
-            initial_weights=training.options.initial_weights,
-            initial_weights_bucket=plan.initial_weights_bucket,
+            initial_weights=plan.training and plan.training.initial_weights,
             until=last_window,
             aggregation=training.aggregation_until_idle,
         )

@@ -23,13 +23,13 @@ from millrace.rented_sharding import make_rental_name
 from millrace.schemas.rental import MoneyLimits
 from millrace.storage import Right, StoreSpec
 from tasks.checkpointing import check_checkpoint_destination
+from tasks.initial_weights import InitialWeightsInput
 from tasks.locations import (
     BucketLocation,
     HubRepository,
     SourceInput,
     check_right,
     make_mirror_specs,
-    make_optional_spec,
     make_store_spec,
     refuse_temporary,
     require_location,
@@ -86,13 +86,14 @@ class RentedWorkerSettings(RentedWorkerOptions):
 class TrainingSettings(TrainingOptions, frozen=True):
     """Workers that train together, in windows and epochs."""
 
-    initial_weights_bucket: BucketLocation | None = Field(
-        default=None,
-        description="Bucket of the checkpoint that the run begins with; by default the campaign's.",
-    )
+    initial_weights: InitialWeightsInput = Field(description="Weights that the run begins with.")
     machines: RentedWorkerSettings | LocalWorkerOptions = Field(
         default=LocalWorkerOptions(), description="Machines on which the workers run."
     )
+
+    def make_options(self) -> TrainingOptions:
+        """Return the training as the engine takes it."""
+        return self.model_copy(update={"initial_weights": self.initial_weights.make_weights()})
 
 
 class PublishSettings(_PlanModel):
@@ -189,11 +190,6 @@ class CampaignPlan(_PlanModel):
         name = make_rental_name(self.data.dataset)
         return RentalReference(name, self.bucket, self.data.machines.vast)
 
-    @property
-    def initial_weights_bucket(self) -> BucketLocation | None:
-        """Bucket of the checkpoint that the training begins with; None for the campaign's."""
-        return self.training.initial_weights_bucket if self.training else None
-
     def resolve_bucket(self) -> Self:
         """Return the plan with the block of its bucket.
 
@@ -218,8 +214,8 @@ class CampaignPlan(_PlanModel):
         training = None
         if self.training is not None and dataset is not None:
             training = Training(
-                self.name, dataset, self.training, read_store, write_store,
-                initial_weights_store=make_optional_spec(self.initial_weights_bucket, Right.READ),
+                self.name, dataset, self.training.make_options(), read_store, write_store,
+                initial_weights_store=self.training.initial_weights.make_spec(),
                 mirrors=tuple(make_mirror_specs(self.bucket)),
             )  # fmt: skip
         rentals: dict[str, MoneyLimits] = {}

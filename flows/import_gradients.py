@@ -2,10 +2,11 @@
 
 from prefect import flow
 
-from millrace.gradients import InitialWeights, RunSettings, TemplarImportSettings
+from millrace.gradients import RunSettings, TemplarImportSettings
 from millrace.storage import Right
 from tasks.forms import draw_form
-from tasks.locations import BucketLocation, check_right, make_optional_spec, make_store_spec
+from tasks.initial_weights import InitialWeightsInput
+from tasks.locations import BucketLocation, check_right, make_store_spec
 from tasks.merging import AggregationResult, count_merged_windows, import_windows, report_windows
 from tasks.run_names import make_field_name
 from tasks.templar import TemplarInput
@@ -17,8 +18,7 @@ def import_gradients(
     templar: TemplarInput,
     bucket: BucketLocation,
     run: RunSettings,
-    initial_weights: InitialWeights | None = None,
-    initial_weights_bucket: BucketLocation | None = None,
+    initial_weights: InitialWeightsInput | None = None,
 ) -> AggregationResult:
     """Make a chain of the gradients of a Templar run, window after window.
 
@@ -32,15 +32,13 @@ def import_gradients(
         run: Run that is made: its codec, its merge and its outer optimizer make the weights.
         initial_weights: Checkpoint with the weights before the first window, if the run has not
             begun.
-        initial_weights_bucket: Bucket of that checkpoint, with read credentials; by default
-            `bucket`.
     """
     settings = TemplarImportSettings(
         templar=templar.make_source(),
         run=run,
         store=make_store_spec(bucket, Right.WRITE),
-        initial_weights=initial_weights,
-        initial_weights_store=make_optional_spec(initial_weights_bucket, Right.READ),
+        initial_weights=initial_weights and initial_weights.make_weights(),
+        initial_weights_store=initial_weights and initial_weights.make_spec(),
     )
     check_right(bucket, Right.WRITE, run.chain_keys.job)
     check_right(templar.bucket, Right.READ)

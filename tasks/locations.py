@@ -103,11 +103,6 @@ def make_store_spec(location: Bucket | str, right: Right) -> StoreSpec:
     return spec
 
 
-def make_optional_spec(location: Bucket | str | None, right: Right) -> StoreSpec | None:
-    """Return the store of a location that may be left out; None if it is."""
-    return None if location is None else make_store_spec(location, right)
-
-
 def make_mirror_specs(location: Bucket | str) -> list[StoreSpec]:
     """Return the mirrors of a location, with credentials to read. Only a block has mirrors.
 

@@ -85,9 +85,8 @@ def run_aggregator(settings: AggregatorSettings, after: int) -> AggregationResul
     """
     log, began = get_run_logger(), time.monotonic()
     last = None
-    planned = _count_planned(settings, after)
-    if planned is not None:  # a second try must not count from the start
-        settings = settings.model_copy(update={"max_windows": None, "until": after + planned})
+    last_window = settings.last_window
+    planned = None if last_window is None else max(0, last_window - after)
     key = make_artifact_key("progress", "aggregate", settings.run.name)
     with WindowProgress(key, len(settings.workers), planned) as progress:
 
@@ -231,10 +230,3 @@ def _plot_windows(windows: Sequence[ChainLink]) -> str:
         {link.window: [one.norm for one in link.taken.values()] for link in windows},
         "Gradients taken (bars), and their norms (line: median, strokes: least to most)",
     )
-
-
-def _count_planned(settings: AggregatorSettings, after: int) -> int | None:
-    """Return the largest number of windows to merge; None if the number is unknown."""
-    to_last = None if settings.last_window is None else max(0, settings.last_window - after)
-    known = [number for number in (settings.max_windows, to_last) if number is not None]
-    return min(known, default=None)

@@ -23,7 +23,7 @@ _FIELD_NAMES = {
     "run.windows": "the number of all windows (training.epochs x training.windows_per_epoch)",
     "dataset": "data.dataset",
     "dataset_digest": "the manifest of data.dataset",
-    "initial_weights_url": "training.initial_weights_bucket",
+    "initial_weights_url": "training.initial_weights.bucket",
 }  # names of committed fields in the plan of a campaign; the others begin with `training.`
 
 

@@ -102,9 +102,12 @@ def test_a_run_is_aggregated_by_credentials_that_reach_no_more_than_they_must(
         run=RUN.model_dump(mode="json"),
         workers=[*UIDS, "gone"],
         worker_buckets=[{"uid": "gone", "bucket": block(f"{bucket}-nowhere", read=rgw.read_only)}],
-        initial_weights={"job": "trained", "tensors": "model."},
-        initial_weights_bucket=block(bucket, read=rgw.read_only),
-        max_windows=WINDOWS,
+        initial_weights={
+            "job": "trained",
+            "tensors": "model.",
+            "bucket": block(bucket, read=rgw.read_only),
+        },
+        until=WINDOWS,
         aggregation={"every": 2},
     )
     chain = at(bucket, rgw.read_only)

@@ -74,7 +74,9 @@ def test_a_plan_that_has_changed_is_refused_first(
 def test_weights_of_another_bucket_are_another_plan(make_training: MakeTraining) -> None:
     training = make_training()
     commit_training(training)
-    with pytest.raises(ConflictError, match=r"weights_bucket was nothing, and is s3://other now"):
+    with pytest.raises(
+        ConflictError, match=r"initial_weights\.bucket was nothing, and is s3://other now"
+    ):
         commit_training(replace(training, initial_weights_store=StoreSpec(url="s3://other")))
 
 

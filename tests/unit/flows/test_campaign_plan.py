@@ -119,7 +119,7 @@ def test_what_may_change_during_a_run_is_no_other_plan(tmp_path: Path) -> None:
 )
 def test_weights_of_another_bucket_have_its_url(bucket: str | None, url: str) -> None:
     plan = make_plan_settings("small", "file:///x", Path("/"), make_local_workers())
-    plan["training"]["initial_weights_bucket"] = bucket
+    plan["training"]["initial_weights"]["bucket"] = bucket
     training = CampaignPlan.model_validate(plan).make_campaign().training
     assert training is not None
     assert training.initial_weights_url == url
