@@ -15,7 +15,6 @@ the measured path with one SHA-256 instead, which would be both digest and signa
 
 import hashlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from benchmarks.common import (
     rotate_systems,
 )
 from benchmarks.corpus import write_jsonl
+from benchmarks.node_process import start_node
 from millrace.digest import hash_blocks
 from millrace.storage import StoreSpec
 from millrace.storage.signed import encode_crc64
@@ -153,25 +153,16 @@ def run_warm(spec: dict[str, Any], root: Path, _: int) -> dict[str, float]:
     """Bring the shards of a dataset to one node, which is a process of its own."""
     from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 
-    command = [sys.executable, "-m", "millrace", "swarm", "node", "--root", str(root)]
-    with subprocess.Popen(
-        [*command, "--port", "0"],
-        env=os.environ | {"MILLRACE_NODE_KEY": KEY},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as node:
-        assert node.stdout is not None
-        url = node.stdout.readline().split()[-1]
+    with start_node(root, KEY, "--port", "0", encrypted=False) as node:
         settings = PrewarmSettings(
             requests=(Request(dataset=DATASET),),
             stores={"s": StoreSpec.model_validate(spec)},
             root=root,
-            nodes=Hosts(hosts=(Host(url=url, name="node"),), key=SecretStr(KEY)),
+            nodes=Hosts(hosts=(Host(url=node.url, name="node"),), key=SecretStr(KEY)),
         )
         before, cpu = read_cpu_seconds(node.pid), CpuTimer()
         report = prewarm(settings)
         spent = cpu.read() + read_cpu_seconds(node.pid) - before
-        node.terminate()
     if report.store_bytes != report.size:
         raise RuntimeError(f"{report.store_bytes:,} bytes were read, of {report.size:,}.")
     return {"cpu_s_per_GB": spent / (report.size / 1e9)}

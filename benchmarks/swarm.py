@@ -25,10 +25,8 @@ process.
 """
 
 import heapq
-import os
 import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,14 +47,15 @@ from benchmarks.common import (
     read_cpu_seconds,
     rotate_systems,
 )
+from benchmarks.node_process import set_encryption, start_node
 from benchmarks.rig import DISK, GOODPUT, Rig, RigError
 from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.run import DESTINATION, Figures, check_files, run_peer
 from benchmarks.swarm_peers.xenna_python import NoXennaError
-from benchmarks.swarm_peers.zones import KEY, NODE, ZoneFigures, run_zones
+from benchmarks.swarm_peers.zones import ZoneFigures, run_zones
 from millrace.checkpoints import Saver
 from millrace.storage import StoreSpec, open_store
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 from millrace.swarm.agent import Agent
 from millrace.swarm.settings import LimitSettings
 from millrace.swarm.tracker import STORE, PieceOrder, Tracker
@@ -245,29 +244,19 @@ def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float
     Returns:
         Seconds of the second copy, and CPU seconds for each GB of both agents.
     """
-    is_plain = system == "unencrypted"
-    tls.is_loopback = lambda host: is_plain  # there is no setting
-    patch = f"import millrace.swarm.tls as tls; tls.is_loopback = lambda host: {is_plain}"
+    encrypted = system != "unencrypted"
+    set_encryption(encrypted=encrypted)
     (folder / "source").mkdir()
     source = open_store((folder / "source").as_uri())
     with Saver(source, JOB) as saver:
         saver.save(make_state(size, 0), step=0).result()
-    key, agents, hosts = secrets.token_hex(16), list[int](), list[Host]()
+    key = secrets.token_hex(16)
     with ExitStack() as stack:
-        for number in range(2):
-            command = [sys.executable, "-c", f"{patch}\n{NODE}", "swarm", "node", "--port", "0"]
-            agent = subprocess.Popen(
-                [*command, "--root", str(folder / f"node-{number}")],
-                env=os.environ | {KEY: key},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(agent)
-            stack.callback(agent.terminate)
-            assert agent.stdout is not None
-            url = agent.stdout.readline().split()[-1]
-            agents.append(agent.pid)
-            hosts.append(Host(url=url, name=f"node-{number}"))
+        nodes = [
+            stack.enter_context(start_node(folder / name, key, "--port", "0", encrypted=encrypted))
+            for name in ("node-0", "node-1")
+        ]
+        hosts = [Host(url=node.url) for node in nodes]
         settings = PrewarmSettings(
             requests=(Request(checkpoint=JOB),),
             stores={"source": source.spec},
@@ -275,9 +264,11 @@ def copy_to_second_node(folder: Path, size: int, system: str) -> dict[str, float
         )
         prewarm(settings)
         both = Hosts(hosts=tuple(hosts), key=SecretStr(key))
-        before = [read_cpu_seconds(pid) for pid in agents]
+        before = [read_cpu_seconds(node.pid) for node in nodes]
         report = prewarm(settings.model_copy(update={"nodes": both}))
-        spent = [read_cpu_seconds(pid) - used for pid, used in zip(agents, before, strict=True)]
+        spent = [
+            read_cpu_seconds(node.pid) - used for node, used in zip(nodes, before, strict=True)
+        ]
     if not all(node.ready for node in report.nodes):
         raise RuntimeError(f"Not all nodes are ready: {report.nodes}")
     return {

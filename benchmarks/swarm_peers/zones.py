@@ -6,7 +6,6 @@ As a script, this module runs on the first node of a rig, and reads an `Order`.
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,18 +15,15 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from benchmarks.common import read_cpu_seconds
-from benchmarks.rig import Rig, RigError
+from benchmarks.node_process import NODE_KEY, set_encryption, start_node
+from benchmarks.rig import Rig
 from benchmarks.rig.store import RigStore
 from benchmarks.swarm_peers.order import Order, read_order
 from benchmarks.swarm_peers.spec import make_spec
-from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm, tls
+from millrace.swarm import Host, Hosts, PrewarmSettings, Request, prewarm
 
 PORT = 7070
-KEY = "MILLRACE_NODE_KEY"
 TIMEOUT = 600.0  # seconds
-NODE = "from millrace.cli import main; main()"
-UNENCRYPTED = "import millrace.swarm.tls as tls; tls.is_loopback = lambda host: True\n"
-"""Code that disables encryption, which has no setting: all addresses count as loopback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +56,21 @@ def run_zones(
         encrypted: Whether the connections between nodes are encrypted.
 
     Raises:
-        RigError: An agent did not start, or the run failed.
+        RigError: The run failed.
+        RuntimeError: An agent did not start.
     """
     store.reset()
-    secret = {KEY: secrets.token_hex(16)}
-    agents: list[subprocess.Popen[str]] = []
-    code = NODE if encrypted else f"{UNENCRYPTED}{NODE}"
+    key = secrets.token_hex(16)
     with ExitStack() as stack:
-        for node in rig.nodes:
-            command = [sys.executable, "-c", code, "swarm", "node"]
-            command += ["--root", str(destination), "--host", node.address, "--port", str(PORT)]
-            agent = node.popen(command, env=secret, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(agent)
-            stack.callback(agent.kill)
-            agents.append(agent)
-            assert agent.stdout is not None
-            if not agent.stdout.readline():
-                raise RigError(f"The agent of {node.name} did not start.")
+        agents = [
+            stack.enter_context(
+                start_node(
+                    destination, key, "--host", host.address, "--port", str(PORT),
+                    encrypted=encrypted, popen=host.popen,
+                )
+            )
+            for host in rig.nodes
+        ]  # fmt: skip
         before = sum(rig.read_link_bytes()) if rig.far else 0
         nodes = {
             host.name: [host.address, "far" if host in rig.far else "near"] for host in rig.nodes
@@ -85,7 +79,9 @@ def run_zones(
         order = Order(store.make_config(), list(keys), str(destination), "", options)
         cpu_seconds = sum(read_cpu_seconds(agent.pid) for agent in agents)
         command = [sys.executable, "-m", "benchmarks.swarm_peers.zones"]
-        output = rig.nodes[0].run(command, stdin=order.format_line(), env=secret, timeout=TIMEOUT)
+        output = rig.nodes[0].run(
+            command, stdin=order.format_line(), env={NODE_KEY: key}, timeout=TIMEOUT
+        )
         after = sum(rig.read_link_bytes()) if rig.far else 0
         cpu_seconds = sum(read_cpu_seconds(agent.pid) for agent in agents) - cpu_seconds
     seconds = json.loads(output.splitlines()[-1])
@@ -100,8 +96,7 @@ def run_zones(
 def main() -> None:
     """Copy the objects to all nodes, and print the time of each node without the startup."""
     order = read_order()
-    if not order.options["encrypted"]:
-        tls.is_loopback = lambda host: True
+    set_encryption(encrypted=order.options["encrypted"])
     hosts = tuple(
         Host(url=f"http://{address}:{PORT}", name=name, zone=zone)
         for name, (address, zone) in order.options["nodes"].items()
@@ -111,7 +106,7 @@ def main() -> None:
             requests=tuple(Request(key=key) for key in order.keys),
             stores={"store": make_spec(order.store)},
             root=Path(order.destination),
-            nodes=Hosts(hosts=hosts, key=SecretStr(os.environ[KEY])),
+            nodes=Hosts(hosts=hosts, key=SecretStr(os.environ[NODE_KEY])),
         )
     )
     faults = [
