@@ -29,7 +29,7 @@ def run_ranks(module: str, folder: Path, scenario: str, world: int) -> list[tupl
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate()[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

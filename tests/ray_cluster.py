@@ -59,7 +59,6 @@ class RayCluster:
             env=os.environ | self.environment | {DISK: str(disk)},
             check=True,
             capture_output=True,
-            timeout=120,
         )
         self.disks.append(disk)
         return disk
@@ -89,7 +88,6 @@ class RayCluster:
             env=os.environ | self.environment,
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stderr

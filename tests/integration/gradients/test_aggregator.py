@@ -514,7 +514,7 @@ def test_an_interrupt_ends_the_aggregator_quietly(trickled, trickle):
     try:
         assert trickle.asked.wait(60)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate()
     finally:
         process.kill()
         process.communicate()

@@ -33,7 +33,7 @@ def test_a_fork_is_what_a_started_process_is(server: ForkServer, tmp_path: Path)
     forked = server.start(SHOW, "a", "b c", env=env, cwd=tmp_path, stdin=True, new_session=True)
     assert forked.stdin is not None
     forked.stdin.write("told")
-    said, _ = forked.communicate(timeout=60)
+    said, _ = forked.communicate()
     started = subprocess.run(
         [sys.executable, "-c", SHOW, "a", "b c"],
         env=env, cwd=tmp_path, input="told", capture_output=True, text=True, check=False,
@@ -46,7 +46,7 @@ def test_a_fork_has_the_limits_of_the_process_that_asks(server: ForkServer) -> N
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
     try:
-        said, _ = server.start(SHOW).communicate(timeout=60)
+        said, _ = server.start(SHOW).communicate()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert f"[200, {before[1]}]" in said
@@ -63,7 +63,7 @@ def test_a_fork_that_is_killed_or_raises_says_so(server: ForkServer) -> None:
     assert endless.wait(60) == -signal.SIGKILL
     endless.stdout.close()
     failed = server.start("1 / 0", stderr=subprocess.STDOUT)
-    said, _ = failed.communicate(timeout=60)
+    said, _ = failed.communicate()
     assert failed.returncode == 1
     assert "ZeroDivisionError" in said
 
