@@ -275,11 +275,14 @@ def make_store_fault_case(
 
 
 def replace_object(swarm: Swarm) -> tuple[bool, str]:
+    def replace() -> None:
+        swarm.store.generate("object", SIZE, seed=99_999)
+        swarm.store.reset()  # also of the fault
+
     with swarm.start_agents():
-        outcome = swarm.run(
-            fraction=0.3,
-            action=lambda _: discard(swarm.store.generate("object", SIZE, seed=99_999)),
-        )
+        # Nobody has the whole object before it is replaced.
+        swarm.store.inject_fault(RigFault(FaultKind.ERROR, offset=SIZE // 2, times=None))
+        outcome = swarm.run(fraction=0.3, action=lambda _: replace())
         nothing = [h.call(_compute_sha256, swarm.root / "object") for h in swarm.hosts]
         is_correct = "ChangedError" in outcome.error and all(
             "No such file" in text for text in nothing
@@ -352,10 +355,6 @@ def _fill_with_file() -> None:
                 file.flush()
         except OSError:
             pass
-
-
-def discard(_: object) -> None:
-    """Ignore a value."""
 
 
 MATRIX: dict[str, Callable[[Swarm], tuple[bool, str]]] = {
