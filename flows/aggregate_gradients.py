@@ -5,11 +5,7 @@ from prefect.states import Completed
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from millrace.errors import HeldError, MillraceError
-from millrace.gradients import (
-    AggregationSettings,
-    AggregatorSettings,
-    RunSettings,
-)
+from millrace.gradients import AggregationSettings, AggregatorSettings, RunSettings
 from millrace.storage import Right
 from tasks.forms import draw_form
 from tasks.initial_weights import InitialWeightsInput
@@ -48,9 +44,9 @@ def aggregate_gradients(
 ) -> AggregationResult:
     """Merge the gradients of a run into one change of its weights, window after window.
 
-    The flow merges one window, a number of windows, or all windows of the training run. After a
-    kill or a cancellation, the next start of this flow continues from the newest checkpoint that
-    the chain names. A second start at the same time does nothing.
+    The flow merges all windows of the training run, or those up to `until`. After a kill or a
+    cancellation, the next start of this flow continues from the newest checkpoint that the chain
+    names. A second start at the same time does nothing.
 
     Args:
         bucket: A Millrace Bucket block with write credentials, its name, or a URL. The chain is
