@@ -20,11 +20,12 @@ from millrace.testing.process import find_free_ports
 DISK = "MILLRACE_TEST_DISK"
 """The variable that names a node's own folder."""
 
-_QUIET = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_num_prestart_python_workers": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # with Ray's 15, they wait for the processes of other tests
 }
 
 
@@ -122,7 +123,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     with tempfile.TemporaryDirectory(prefix="mr-", ignore_cleanup_errors=True) as name:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         (port,) = find_free_ports(1)
-        cluster = RayCluster(f"127.0.0.1:{port}", {**_QUIET, **token}, [], Path(name))
+        cluster = RayCluster(f"127.0.0.1:{port}", {**_SETTINGS, **token}, [], Path(name))
         try:
             for _ in range(3):
                 cluster.join()
